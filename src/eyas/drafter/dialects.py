@@ -1,0 +1,133 @@
+"""A drafter on disk, in the dialect that vLLM reads as it is (flat config, `midlayer.*`, d2t offsets, t2d).
+
+    drafter/best/config.json  model.safetensors  contract.json  metrics.json
+
+The table below is the whole translation. Source of names: vLLM 0.32 model_executor/models/llama_eagle3.py.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eyas import contract as contracts
+from eyas.contract import Contract
+from eyas.drafter.network import Drafter
+from eyas.errors import ContractError
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+LAYER_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+
+
+def names(c: Contract) -> dict[str, str]:
+    """Our parameter name -> the tensor's name on disk."""
+    table = {"fc": "fc", "norm": "norm", "lm_head": "lm_head"}
+    table |= {n: f"midlayer.self_attn.{n}" for n in ATTENTION}
+    table |= {n: f"midlayer.mlp.{n}" for n in MLP}
+    table |= {n: f"midlayer.{n}" for n in LAYER_NORMS}
+    if c.norms.fc == "chunks":
+        table |= {f"fc_norm.{i}": f"fc_norm.{i}" for i in range(len(c.aux_layers))}
+    if c.norms.fc == "whole":
+        table["input_norm"] = "input_norm"
+    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in table.items()}
+
+
+def shapes(c: Contract) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a drafter of this contract has on disk, with its shape."""
+    with torch.device("meta"):
+        ours = dict(Drafter(c).named_parameters())
+    out = {theirs: tuple(ours[name].shape) for name, theirs in names(c).items()}
+    return out | {"d2t": (c.draft_vocab,), "t2d": (c.vocab,)}
+
+
+def config(c: Contract) -> dict[str, Any]:
+    """The flat config.json. Layer ids are ours, which are vLLM's (id i = input of layer i)."""
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_size": c.hidden,
+        "intermediate_size": c.mlp,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": c.vocab,
+        "draft_vocab_size": c.draft_vocab,
+        "max_position_embeddings": c.context,
+        "rms_norm_eps": c.eps,
+        "rope_theta": c.rope_theta,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "eos_token_id": c.stop_ids[0] if len(c.stop_ids) == 1 else list(c.stop_ids),
+        "torch_dtype": c.dtype,
+        "eagle_aux_hidden_state_layer_ids": list(c.aux_layers),
+        "num_aux_hidden_states": len(c.aux_layers),
+        "norm_before_residual": c.norms.before_residual,
+        "norm_before_fc": c.norms.fc == "whole",
+        "fc_norm": c.norms.fc == "chunks",
+        "norm_output": c.norms.output,
+    }
+
+
+def write(folder: Path, drafter: Drafter, metrics: dict[str, Any]) -> None:
+    """Write a drafter folder (not atomic: write into a temporary folder and rename it)."""
+    c = drafter.contract
+    folder.mkdir(parents=True)
+    ours = drafter.state_dict()
+    dtype = getattr(torch, c.dtype)
+    tensors = {theirs: ours[name].detach().to("cpu", dtype).contiguous() for name, theirs in names(c).items()}
+    kept = drafter.kept_W.cpu()
+    tensors["d2t"] = ours["d2t_W"].cpu().clone()
+    tensors["t2d"] = torch.zeros(c.vocab, dtype=torch.bool).index_fill_(0, kept, True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    c.write(folder / "contract.json")
+    (folder / "config.json").write_text(json.dumps(config(c), indent=1) + "\n", encoding="utf-8")
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+    for path in folder.iterdir():
+        with path.open("rb") as f:
+            os.fsync(f.fileno())
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """The tensors on disk. Raises ContractError when the file is missing or unreadable."""
+    path = folder / "model.safetensors"
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as e:
+        raise ContractError(f"{path} is not a readable safetensors file ({e}).") from e
+
+
+def read(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Drafter:
+    """Load a drafter that `write` wrote; every tensor must be there with its shape, and no other.
+
+    Raises ContractError naming the first tensor that differs.
+    """
+    c = contracts.read(folder / "contract.json")
+    tensors = tensors_of(folder)
+    for problem in misfits(tensors, c):
+        raise ContractError(f"{folder}/model.safetensors: {problem}")
+    drafter = Drafter(c)
+    state = {ours: tensors[theirs] for ours, theirs in names(c).items()}
+    drafter.load_state_dict(state | {"d2t_W": tensors["d2t"]})
+    return drafter.to(device, dtype).eval()
+
+
+def misfits(tensors: dict[str, Tensor], c: Contract) -> list[str]:
+    """How the tensors differ from what the contract needs: missing, unknown, or of another shape."""
+    wanted = shapes(c)
+    out = [f'tensor "{n}" is missing' for n in wanted if n not in tensors]
+    out += [f'tensor "{n}" is not part of this drafter' for n in tensors if n not in wanted and n != "embed_tokens.weight"]
+    out += [
+        f'tensor "{n}" has shape {tuple(tensors[n].shape)}, expected {s}'
+        for n, s in wanted.items()
+        if n in tensors and tuple(tensors[n].shape) != s
+    ]
+    return out

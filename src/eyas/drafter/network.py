@@ -1,0 +1,177 @@
+"""The EAGLE-3 drafter: one Llama decoder layer over [embedding; hidden], and its unrolling over draft steps.
+
+    g_t (L aux states) ── norms ── fc ── h                token x_{t+1} ── embedding (the target's) ── e
+                                         └──── residual ────┐
+    [input_layernorm(e) ; hidden_norm(h)] ── attention ── + ── post_attention_layernorm ── SwiGLU ── + ── h'
+    h' ── norm ── lm_head ── logits over the draft vocabulary;  h' (or norm(h')) is h of the next draft step
+
+Source: arXiv 2503.01840; vLLM 0.32 model_executor/models/llama_eagle3.py for names and order.
+T positions, D target width, L aux layers, W draft vocabulary, H heads, N key heads, E head width.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.contract import Contract
+from eyas.drafter.attention import rope, ttt_attention, visible
+from eyas.drafter.batch import Batch
+
+INIT_STD = 0.02
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+
+
+class Drafter(nn.Module):
+    """Weights and the pieces of the forward pass. The embedding belongs to the target and is given by the caller."""
+
+    d2t_W: Tensor
+
+    def __init__(self, contract: Contract) -> None:
+        super().__init__()
+        c = self.contract = contract
+        d, heads, kv, e = c.hidden, c.heads, c.kv_heads, c.head_dim
+        layers = len(c.aux_layers)
+        self.fc = nn.Linear(layers * d, d, bias=False)
+        chunk_norms = layers if c.norms.fc == "chunks" else 0
+        self.fc_norm = nn.ModuleList(RMSNorm(d, c.eps) for _ in range(chunk_norms))
+        self.input_norm = RMSNorm(layers * d, c.eps) if c.norms.fc == "whole" else None
+        self.input_layernorm = RMSNorm(d, c.eps)
+        self.hidden_norm = RMSNorm(d, c.eps)
+        self.q_proj = nn.Linear(2 * d, heads * e, bias=False)
+        self.k_proj = nn.Linear(2 * d, kv * e, bias=False)
+        self.v_proj = nn.Linear(2 * d, kv * e, bias=False)
+        self.o_proj = nn.Linear(heads * e, d, bias=False)
+        self.post_attention_layernorm = RMSNorm(d, c.eps)
+        self.gate_proj = nn.Linear(d, c.mlp, bias=False)
+        self.up_proj = nn.Linear(d, c.mlp, bias=False)
+        self.down_proj = nn.Linear(c.mlp, d, bias=False)
+        self.norm = RMSNorm(d, c.eps)
+        self.lm_head = nn.Linear(d, c.draft_vocab, bias=False)
+        self.register_buffer("d2t_W", torch.zeros(c.draft_vocab, dtype=torch.int64))
+
+    def reset(self, seed: int, kept_W: Tensor, head_WD: Tensor, norm_D: Tensor) -> None:
+        """Start from nothing: normal weights; head and norm from the target, rows of the kept ids (ascending)."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() == 2:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * INIT_STD)
+            self.lm_head.weight.copy_(head_WD.float())
+            self.norm.weight.copy_(norm_D)
+            self.d2t_W.copy_(kept_W - torch.arange(len(kept_W)))
+
+    @property
+    def kept_W(self) -> Tensor:
+        """Target id of each draft id (d2t holds offsets)."""
+        return torch.arange(len(self.d2t_W), device=self.d2t_W.device) + self.d2t_W
+
+    def fuse(self, aux_TLD: Tensor) -> Tensor:
+        """Aux states to the drafter's width, [T, D]."""
+        if self.fc_norm:
+            aux_TLD = torch.stack([norm(aux_TLD[:, i]) for i, norm in enumerate(self.fc_norm)], 1)
+        flat = aux_TLD.flatten(1)
+        if self.input_norm is not None:
+            flat = self.input_norm(flat)
+        return self.fc(flat)
+
+    def mix(self, embedded_TD: Tensor, h_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention input [T, 2D] and the residual [T, D]."""
+        normed = self.hidden_norm(h_TD)
+        x = torch.cat([self.input_layernorm(embedded_TD), normed], -1)
+        return x, normed if self.contract.norms.before_residual else h_TD
+
+    def query(self, x_T2D: Tensor, pos_T: Tensor) -> Tensor:
+        return rope(self.q_proj(x_T2D).unflatten(-1, (-1, self.contract.head_dim)), pos_T, self.contract.rope_theta)
+
+    def key_value(self, x_T2D: Tensor, pos_T: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (self.contract.kv_heads, self.contract.head_dim)
+        key = rope(self.k_proj(x_T2D).unflatten(-1, shape), pos_T, self.contract.rope_theta)
+        return key, self.v_proj(x_T2D).unflatten(-1, shape)
+
+    def finish(self, attended_TX: Tensor, residual_TD: Tensor) -> Tensor:
+        """Output projection, residual, MLP: h of this step, before any norm."""
+        h = residual_TD + self.o_proj(attended_TX)
+        x = self.post_attention_layernorm(h)
+        return h + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def logits(self, h_TD: Tensor) -> Tensor:
+        return self.lm_head(self.norm(h_TD))
+
+    def fed_back(self, h_TD: Tensor) -> Tensor:
+        """What the next draft step gets as h."""
+        return self.norm(h_TD) if self.contract.norms.output else h_TD
+
+
+class Step(NamedTuple):
+    """Draft step k of every position that still lives."""
+
+    k: int
+    live: Tensor  # [Mk] indices m of the batch
+    h: Tensor  # [Mk, D]
+
+
+def unroll(
+    drafter: Drafter,
+    embedding_VD: Tensor,
+    batch: Batch,
+    steps: int,
+    choose: Callable[[Step], Tensor] | None = None,
+) -> Iterator[Step]:
+    """Run draft steps 0..steps-1 for every live position at once, and yield each.
+
+    Tokens are teacher-forced; or, with `choose`, drafted: it returns the target ids [Mk] that step k proposes, which
+    step k+1 reads. Ends early when nothing lives.
+    """
+    dtype = drafter.fc.weight.dtype
+    embed = lambda ids: F.embedding(ids, embedding_VD).to(dtype)  # noqa: E731
+    x, residual = drafter.mix(embed(batch.key_token_K), drafter.fuse(batch.key_aux_KLD.to(dtype)))
+    key_K, value_K = drafter.key_value(x, batch.key_pos_K)
+    key = _pad(key_K, batch.key_grid_BJ)
+    value = _pad(value_K, batch.key_grid_BJ)
+    mask = visible(batch.key_grid_BJ.shape[1], batch.query_grid_BQ.shape[1], batch.first_B)
+    pos_M = batch.key_pos_K[batch.query_key_M]
+    live = torch.arange(batch.pairs, device=pos_M.device)
+    x, residual = x[batch.query_key_M], residual[batch.query_key_M]
+    own: list[tuple[Tensor, Tensor]] = []
+    chosen: Tensor | None = None
+    h = x
+    for k in range(steps):
+        if k:
+            stays = batch.steps_M[live] > k
+            live, h = live[stays], drafter.fed_back(h[stays])
+            if not len(live):
+                return
+            token = batch.token_M[live + k] if chosen is None else chosen[stays]
+            x, residual = drafter.mix(embed(token), h)
+            own_k, own_v = drafter.key_value(x, pos_M[live] + k)
+            own.append((_spread(own_k, live, batch), _spread(own_v, live, batch)))
+        query = _spread(drafter.query(x, pos_M[live] + k), live, batch)
+        attended = ttt_attention(query, key, value, own, mask)
+        h = drafter.finish(attended.flatten(0, 1)[batch.grid_M[live]], residual)
+        step = Step(k, live, h)
+        yield step
+        chosen = choose(step) if choose else None
+
+
+def _pad(flat_KNE: Tensor, grid_BJ: Tensor) -> Tensor:
+    """Flat rows to the padded grid; padding reads a row of zeros."""
+    return torch.cat([flat_KNE, flat_KNE.new_zeros(1, *flat_KNE.shape[1:])])[grid_BJ]
+
+
+def _spread(flat: Tensor, live: Tensor, batch: Batch) -> Tensor:
+    """Values of the live positions to the padded query grid [B, Q, …]; zeros elsewhere."""
+    b, q = batch.query_grid_BQ.shape
+    out = flat.new_zeros(b * q, *flat.shape[1:])
+    return out.index_copy(0, batch.grid_M[live], flat).view(b, q, *flat.shape[1:])

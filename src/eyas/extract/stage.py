@@ -1,0 +1,197 @@
+"""extract: conversations -> hidden states of the target, by one pass over the stored ids.
+
+Reads conversations/. Writes states/shard-*.safetensors and manifest.json. Each row is checked as it is written: finite,
+as many states as ids, and head(norm(stored last state)), computed from the weights on disk, must have the argmax of the
+target's own logits. Greedy rows must also repeat their stored tokens, near ties apart.
+
+    eyas extract RECIPE
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eyas.causes import NEAR_TIE
+from eyas.engines.hf import HFEngine, Seen
+from eyas.errors import ContractError
+from eyas.progress import Progress, say
+from eyas.recipe import Resolved
+from eyas.rundir import RunDir, atomic, file_hash
+from eyas.stores import conversations, states
+from eyas.stores.conversations import Row
+from eyas.stores.states import RowStates
+from eyas.target import ONE_PLUS_WEIGHT
+
+PASS_TOKENS = {"cpu": 1024, "cuda": 16384}  # logits of a pass are tokens x vocabulary x 4 bytes
+MIN_HEAD_AGREEMENT = 0.999
+MIN_GREEDY_AGREEMENT = 0.98
+
+
+def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
+    """Extract every row; returns the manifest. Resumes after the last complete shard.
+
+    Raises ContractError when states are not finite or a check falls below its threshold.
+    """
+    recipe, target = resolved.recipe, resolved.target
+    engine = HFEngine(target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code)
+    checker = _checker(resolved)
+    rows = list(conversations.read(rundir / "conversations"))
+    total = sum(len(r.ids) for r in rows)
+    folder = rundir / "states"
+    counts: Counter[str] = Counter()
+    shards, seconds, made = [], 0.0, 0
+    with Progress("extract", total, "tokens") as progress:
+        for number, group in enumerate(_shards(rows, resolved)):
+            path = folder / f"shard-{number:05d}.safetensors"
+            tokens = sum(len(r.ids) for r in group)
+            if path.is_file():
+                checks = states.read_checks(path)
+                progress.done += tokens
+                progress.first += tokens
+            else:
+                began = time.perf_counter()
+                done, checks = _extract(engine, checker, group, resolved, progress)
+                with atomic(path) as tmp:
+                    states.write_shard(tmp, done, checks)
+                seconds += time.perf_counter() - began
+                made += tokens
+            counts.update(checks)
+            shards.append({"file": path.name, "sha256": file_hash(path), "rows": len(group), "tokens": tokens})
+    agreement = _judge(counts)
+    return rundir.finish(
+        "extract",
+        {
+            "content": shards,
+            "aux_layers": resolved.aux_layers,
+            "tokens": total,
+            "bytes": sum((folder / s["file"]).stat().st_size for s in shards),
+            "checks": dict(counts) | agreement,
+            "rates": {"tokens_per_s": made / seconds if seconds else None},
+        },
+    )
+
+
+def _shards(rows: list[Row], resolved: Resolved) -> Iterator[list[Row]]:
+    """Consecutive rows until a shard is full."""
+    per_token = token_bytes(resolved)
+    group: list[Row] = []
+    size = 0
+    for row in rows:
+        need = len(row.ids) * per_token
+        if group and size + need > resolved.recipe.extract.shard_bytes:
+            yield group
+            group, size = [], 0
+        group.append(row)
+        size += need
+    if group:
+        yield group
+
+
+def token_bytes(resolved: Resolved) -> int:
+    """Disk of one token's states."""
+    aux = 2 if resolved.recipe.extract.dtype == "bfloat16" else 4
+    return states.bytes_per_token(
+        len(resolved.aux_layers), resolved.target.hidden, aux, 2 if resolved.dtype == "bfloat16" else 4
+    )
+
+
+class Checker(NamedTuple):
+    """Head and final norm as read from the weights on disk, not from the running model."""
+
+    head_VD: Tensor
+    norm_D: Tensor
+    eps: float
+    one_plus: bool
+
+
+def _checker(resolved: Resolved) -> Checker:
+    target = resolved.target
+    head = target.head_VD().to(resolved.device, getattr(torch, resolved.dtype))
+    return Checker(head, target.final_norm_D().to(resolved.device), target.eps, target.model_type in ONE_PLUS_WEIGHT)
+
+
+def _extract(
+    engine: HFEngine, checker: Checker, group: list[Row], resolved: Resolved, progress: Progress
+) -> tuple[list[RowStates], dict[str, int]]:
+    """States of one shard's rows in their order, batched by length, and the counts of its checks."""
+    out: list[RowStates | None] = [None] * len(group)
+    counts: Counter[str] = Counter()
+    order = sorted(range(len(group)), key=lambda i: len(group[i].ids))
+    limit = PASS_TOKENS[resolved.device]
+    batch: list[int] = []
+    for place, i in enumerate(order):
+        batch.append(i)
+        following = order[place + 1] if place + 1 < len(order) else None
+        if following is None or (len(batch) + 1) * len(group[following].ids) > limit:
+            for j, seen in zip(batch, engine.states([group[b].ids for b in batch]), strict=True):
+                out[j] = _row_states(group[j], seen, resolved)
+                counts.update(_check(group[j], seen, checker))
+            progress.add(sum(len(group[b].ids) for b in batch))
+            batch = []
+    return [r for r in out if r is not None], dict(counts)
+
+
+def _row_states(row: Row, seen: Seen, resolved: Resolved) -> RowStates:
+    aux = seen.aux_TLD.to("cpu", getattr(torch, resolved.recipe.extract.dtype)).clone()
+    last = seen.last_TD.cpu().clone()
+    if len(aux) != len(row.ids) or not (aux.isfinite().all() and last.isfinite().all()):
+        raise ContractError(
+            f"row {row.row_id} (prompt {row.prompt_id}): its states are not finite, or are not one per token. "
+            f"The target computes in {resolved.dtype}; try --set target.dtype=float32."
+        )
+    return RowStates(row.row_id, torch.tensor(row.ids, dtype=torch.int32), aux, last, seen.top1_T.cpu(), len(row.prompt_ids))
+
+
+def _check(row: Row, seen: Seen, checker: Checker) -> dict[str, int]:
+    recomputed = own_logits(checker, seen.last_TD).argmax(-1)
+    counts = {"positions": len(row.ids), "head_agrees": int((recomputed == seen.top1_T).sum())}
+    if row.temperature == 0:
+        start = len(row.prompt_ids)
+        stored = torch.tensor(row.completion_ids, device=seen.top1_T.device)
+        same = seen.top1_T[start - 1 : -1] == stored
+        near = seen.gap_T[start - 1 : -1] < NEAR_TIE
+        counts |= {
+            "greedy_positions": len(stored),
+            "greedy_agrees": int(same.sum()),
+            "greedy_near_ties": int((~same & near).sum()),
+        }
+    return counts
+
+
+def own_logits(checker: Checker, last_TD: Tensor) -> Tensor:
+    """Final norm and head, rounded as the family's own code rounds: the norm is cast before the scale, except where the
+    scale is (1 + w)."""
+    dtype = checker.head_VD.dtype
+    normed = F.rms_norm(last_TD.float(), (last_TD.shape[-1],), None, checker.eps)
+    if checker.one_plus:
+        return (normed * checker.norm_D).to(dtype) @ checker.head_VD.T
+    return (normed.to(dtype) * checker.norm_D.to(dtype)) @ checker.head_VD.T
+
+
+def _judge(counts: Counter[str]) -> dict[str, float]:
+    """The two agreements as shares; raises ContractError when one is too low to train on."""
+    head = counts["head_agrees"] / counts["positions"]
+    out = {"head_agreement": head}
+    said = f"  states: head(norm(last state)) agrees with the target's own argmax at {head:.3%} of {counts['positions']:,} positions"
+    if counts["greedy_positions"]:
+        decided = counts["greedy_positions"] - counts["greedy_near_ties"]
+        out["greedy_agreement"] = greedy = counts["greedy_agrees"] / max(decided, 1)
+        said += f"; greedy answers repeat at {greedy:.3%} ({counts['greedy_near_ties']} near ties apart)"
+    say(said)
+    if head <= MIN_HEAD_AGREEMENT:
+        raise ContractError(
+            f"states: head(norm(last state)) has the target's argmax at only {head:.2%} of positions (need over "
+            f"{MIN_HEAD_AGREEMENT:.1%}). The last state is not the input of the final norm, or this family's norm or head "
+            "differs from what eyas reads from the weights. Training on it would be silently wrong."
+        )
+    if out.get("greedy_agreement", 1.0) <= MIN_GREEDY_AGREEMENT:
+        raise ContractError(
+            f"states: greedy answers are repeated at only {out['greedy_agreement']:.2%} of positions (need over "
+            f"{MIN_GREEDY_AGREEMENT:.0%}). The stored ids were not written by this target. Run generate again."
+        )
+    return out

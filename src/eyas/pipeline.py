@@ -1,0 +1,206 @@
+"""The life of a drafter: the stages in order, what each is made from, and when one can be skipped.
+
+    plan -> generate -> extract -> train -> check -> bench -> verdict -> report
+
+A stage whose manifest names the same inputs as the recipe now does is skipped. Where they differ, cheap stages are
+redone and costly ones refused by name, until the user says `--from STAGE`. A stage that was killed resumes.
+"""
+
+import importlib
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from eyas import __version__, recipe, target
+from eyas.errors import UsageError
+from eyas.progress import duration, say
+from eyas.recipe import Recipe, Resolved, Value
+from eyas.rundir import RunDir, file_hash, fingerprint, read_json, write_json, write_text
+
+
+class Stage(NamedTuple):
+    name: str
+    needs: tuple[str, ...]  # stages whose artifacts it reads
+    keys: tuple[str, ...]  # recipe keys or sections that decide its result
+    costly: bool  # refused when stale; cheap ones are redone
+
+
+STAGES = (
+    Stage("plan", (), ("prompts", "generate", "extract", "train", "bench"), costly=False),
+    Stage("generate", (), ("prompts", "generate"), costly=True),
+    Stage("extract", ("generate",), ("extract",), costly=True),
+    Stage("train", ("generate", "extract"), ("train",), costly=True),
+    Stage("check", ("train",), (), costly=False),
+    Stage("bench", ("generate", "extract", "train"), ("bench", "verdict.confidence"), costly=True),
+    Stage("verdict", ("train", "bench"), ("verdict",), costly=False),
+    Stage("report", (), (), costly=False),
+)
+NAMES = tuple(s.name for s in STAGES)
+BY_NAME = {s.name: s for s in STAGES}
+
+
+def open_run(word: str, sets: tuple[str, ...], run: str | None) -> tuple[Resolved, RunDir, dict[str, Value]]:
+    """Resolve RECIPE or RUN, and the folder it works in (made here).
+
+    Raises RecipeError, or UsageError where the target cannot be used.
+    """
+    path = recipe.find(word)
+    read, values = recipe.read(path, sets)
+    root = Path(run) if run else Path(word) if Path(word).is_dir() else Path("runs") / read.name
+    return resolve(read, values), RunDir(root), values
+
+
+def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
+    """Derive what the recipe left `auto`, each with a reason that is printed and recorded."""
+    from eyas.engines import hf
+
+    facts = target.load(read.target.model)
+    device = hf.choose_device()
+    dtype = hf.choose_dtype(read.target.dtype, device.value)
+    if read.target.aux_layers == "auto":
+        layers = facts.default_aux_layers()
+    else:
+        layers = target.Decision(facts.check_aux_layers(list(read.target.aux_layers)), "the recipe says so")
+    for key, (value, reason) in {"target.dtype": dtype, "target.aux_layers": layers, "device": device}.items():
+        source = values[key].source if key in values and values[key].value != "auto" else "derived"
+        values[key] = Value(value, source, reason)
+    values["extract.with"] = Value("pass", "derived", "the embedded engine extracts by a pass over the stored ids")
+    return Resolved(read, facts, device.value, dtype.value, layers.value)
+
+
+def introduce(resolved: Resolved, rundir: RunDir) -> None:
+    """Say what will be worked on, with the reason of each derived value."""
+    t = resolved.target
+    say(f"target    {t.folder} ({t.identity}; {t.model_type}, {t.layers} layers, width {t.hidden}, vocabulary {t.vocab:,})")
+    say(f"run       {rundir.root}")
+
+
+def prepare(resolved: Resolved, rundir: RunDir, values: dict[str, Value]) -> None:
+    """Write recipe.yaml, resolved.json and the head of run.json; print the derived values."""
+    introduce(resolved, rundir)
+    for key in ("device", "target.dtype", "target.aux_layers"):
+        say(f"{key.rpartition('.')[2]:<9} {values[key].value}: {values[key].reason}")
+    given = resolved.recipe.model_dump(mode="json", by_alias=True)
+    write_text(rundir / "recipe.yaml", yaml.safe_dump(given, sort_keys=False, allow_unicode=True))
+    write_json(rundir / "resolved.json", {k: v._asdict() for k, v in values.items()})
+    path = rundir / "run.json"
+    run = read_json(path) if path.is_file() else {"stages": {}}
+    write_json(path, run | {"eyas": __version__, "name": resolved.recipe.name, "machine": machine(), "git": _git()})
+
+
+def machine() -> dict[str, Any]:
+    """Hardware and versions that figures depend on."""
+    import psutil
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return {
+        "cpu": model,
+        "cores": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "safetensors", "pyarrow")},
+    }
+
+
+def _git() -> str | None:
+    """The commit that eyas itself is run from, when it is run from a checkout."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def inputs_of(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
+    """Everything that decides a stage's result, by name, with values short enough to show when they differ."""
+    out: dict[str, Any] = {"target": resolved.target.fingerprint, "target.dtype": resolved.dtype}
+    if stage.name not in ("generate", "plan"):
+        out["target.aux_layers"] = resolved.aux_layers
+    for key, value in recipe.flat(resolved.recipe).items():
+        if any(key == k or key.startswith(f"{k}.") for k in stage.keys):
+            out[key] = value
+    if "prompts" in stage.keys:
+        from eyas.generate.prompts import source_path
+
+        out["prompts.sources"] = [
+            f"{s.path} {fingerprint(file_hash(p)) if (p := source_path(s.path)).is_file() else 'missing'}"
+            for s in resolved.recipe.prompts.sources
+        ]
+    for name in stage.needs:
+        out[name] = rundir.manifest(name)["fingerprint"]
+    return out
+
+
+def work(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
+    """Run one stage, or skip it when it is finished and fresh; returns its manifest.
+
+    Raises StaleError when a costly stage's artifacts were made from other inputs.
+    """
+    inputs = inputs_of(stage, resolved, rundir)
+    differences = rundir.differences(stage.name, inputs) if stage.name != "report" else []
+    if differences and stage.costly:
+        rundir.refuse_stale(stage.name, differences)
+    if differences:
+        say(f"{stage.name}: redone, since {'; '.join(differences)}")
+        rundir.clear(stage.name)
+    elif stage.name != "report" and rundir.finished(stage.name):
+        say(f"{stage.name}: done already")
+        return rundir.manifest(stage.name)
+    say(f"{stage.name}: {'resuming' if rundir.started(stage.name) and stage.costly else 'starting'}")
+    rundir.update_record(stage.name, inputs=inputs, state="running")
+    began = time.monotonic()
+    manifest = _runner(stage.name)(resolved, rundir)
+    seconds = time.monotonic() - began
+    rundir.update_record(stage.name, state="done", seconds=round(seconds, 2), rates=manifest.get("rates"))
+    say(f"{stage.name}: done in {duration(seconds)}")
+    return manifest
+
+
+def _runner(name: str) -> Callable[[Resolved, RunDir], dict[str, Any]]:
+    """The stage's function, imported only now: each brings its own heavy libraries."""
+    if name == "plan":  # no stage imports another: plan is handed the prompts that generate will read
+        from eyas.generate import prompts
+        from eyas.plan import stage
+
+        return lambda resolved, rundir: stage.run(resolved, rundir, prompts.read(resolved.recipe.prompts)[0])
+    return importlib.import_module(f"eyas.{name}.stage").run
+
+
+def run(
+    word: str, sets: tuple[str, ...], folder: str | None, first: str | None = None, last: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """The whole life, or the part from `first` (redone, with all that follows) until `last`; manifests by stage."""
+    end = NAMES.index(last) if last else len(NAMES) - 1
+    start = NAMES.index(first) if first else 0
+    if start > end:
+        raise UsageError(f"--from {first} comes after --until {last}: the stages are {', '.join(NAMES)}")
+    resolved, rundir, values = open_run(word, sets, folder)
+    with rundir.lock():
+        if first:
+            for stage in STAGES[start:][::-1]:
+                rundir.clear(stage.name)
+        prepare(resolved, rundir, values)
+        return {stage.name: work(stage, resolved, rundir) for stage in STAGES[: end + 1]}
+
+
+def run_one(name: str, word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, Any]:
+    """One stage by itself; what it needs must be there and fresh."""
+    resolved, rundir, values = open_run(word, sets, folder)
+    with rundir.lock():
+        prepare(resolved, rundir, values)
+        for needed in BY_NAME[name].needs:
+            differences = rundir.differences(needed, inputs_of(BY_NAME[needed], resolved, rundir))
+            if differences and rundir.finished(needed):
+                rundir.refuse_stale(needed, differences)
+        return work(BY_NAME[name], resolved, rundir)

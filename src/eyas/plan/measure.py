@@ -1,0 +1,92 @@
+"""Rates of this machine for this target, measured in some seconds: decoding, reading, training."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from eyas.contract import Norms, for_target
+from eyas.drafter.batch import pack
+from eyas.drafter.decode import decode
+from eyas.drafter.loss import Teacher, ttt_loss
+from eyas.drafter.network import Drafter
+from eyas.engines.hf import HFEngine
+from eyas.recipe import Resolved
+from eyas.stores.states import RowStates
+
+DECODE_TOKENS = 12
+PASS_TOKENS = 512
+TRAIN_ROWS, TRAIN_ROW_TOKENS = 6, 128
+
+
+def rates(resolved: Resolved, prompt_tokens: int) -> dict[str, float]:
+    """decode_tokens_per_s (batch of generate.concurrency), pass_tokens_per_s, bench_tokens_per_s (one request),
+    supervised_tokens_per_s (training at the recipe's TTT steps)."""
+    recipe = resolved.recipe
+    engine = HFEngine(resolved.target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code)
+    prompt = torch.randint(3, resolved.target.vocab, (prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = recipe.generate.concurrency
+    never = HFEngineNeverStops(engine)
+    batch = timed(lambda: never.generate(rows, prompt))
+    one = timed(lambda: decode(never.engine, None, None, prompt, 0, DECODE_TOKENS))
+    passed = timed(lambda: list(engine.states([prompt * (PASS_TOKENS // len(prompt) + 1)])))
+    trained = timed(_training(resolved))
+    return {
+        "decode_tokens_per_s": rows * DECODE_TOKENS / batch,
+        "pass_tokens_per_s": len(prompt) * (PASS_TOKENS // len(prompt) + 1) / passed,
+        "bench_tokens_per_s": DECODE_TOKENS / one,
+        "supervised_tokens_per_s": TRAIN_ROWS * TRAIN_ROW_TOKENS / 2 / trained,
+    }
+
+
+class HFEngineNeverStops:
+    """The engine with stop ids off, so that random prompts decode their full length."""
+
+    def __init__(self, engine: HFEngine) -> None:
+        self.engine = engine
+        engine.stop_ids = ()
+
+    def generate(self, rows: int, prompt: list[int]) -> None:
+        self.engine.generate([prompt] * rows, DECODE_TOKENS, [0.0] * rows, 1.0, [torch.zeros(DECODE_TOKENS).numpy()] * rows)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of the second run; the first warms up."""
+    work()
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _training(resolved: Resolved) -> Callable[[], object]:
+    """One forward and backward pass of a random drafter of the recipe's shape over random states."""
+    target, options = resolved.target, resolved.recipe.train
+    width, layers = target.hidden, len(resolved.aux_layers)
+    vocab = min(options.draft_vocab, target.vocab)
+    norms = Norms(**options.norms.model_dump())
+    contract = for_target(target, resolved.aux_layers, norms, vocab, options.ttt_steps, TRAIN_ROW_TOKENS)
+    drafter = Drafter(contract).to(resolved.device)
+    ids = torch.arange(TRAIN_ROW_TOKENS, dtype=torch.int32) % vocab
+    rows = [
+        RowStates(
+            str(i), ids, torch.randn(TRAIN_ROW_TOKENS, layers, width), torch.randn(TRAIN_ROW_TOKENS, width), ids,
+            TRAIN_ROW_TOKENS // 2,
+        )
+        for i in range(TRAIN_ROWS)
+    ]  # fmt: skip
+    batch = pack(rows, resolved.device)
+    teacher = Teacher(
+        torch.randn(vocab, width, device=resolved.device),
+        torch.ones(width, device=resolved.device),
+        target.eps,
+        torch.arange(target.vocab, device=resolved.device),
+        torch.randn(target.vocab, width, device=resolved.device),
+    )
+
+    def work() -> float:
+        with torch.autocast("cuda", torch.bfloat16, enabled=resolved.device == "cuda"):
+            loss = ttt_loss(drafter, teacher, batch, options.ttt_steps, options.ttt_decay)
+        loss.total.backward()
+        return float(loss.total.detach())
+
+    return work

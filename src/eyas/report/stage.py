@@ -1,0 +1,118 @@
+"""report: everything of a run on one self-contained page, verdict first.
+
+Reads the manifests, train/*.jsonl and drafter/best/metrics.json; writes report.html. Always written anew: it takes a second.
+
+    eyas report RUN
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from eyas.progress import duration
+from eyas.recipe import Resolved
+from eyas.report import charts
+from eyas.rundir import RunDir, read_json, write_text
+
+
+def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
+    """Render report.html; returns its path and size. Everything that a model or a prompt wrote is escaped."""
+    made = {name: rundir.manifest(name) for name in ("generate", "extract", "train", "check", "bench", "verdict")}
+    metrics = read_json(rundir / "drafter" / "best" / "metrics.json")
+    record = read_json(rundir / "run.json")
+    verdict, bench = made["verdict"], made["bench"]
+    best = next((c for c in verdict["cells"] if c["k"] == verdict.get("best_k")), None)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+    )
+    html = environment.get_template("page.html.jinja").render(
+        recipe=resolved.recipe,
+        target=resolved.target.identity,
+        verdict=verdict,
+        best=best,
+        bench=bench,
+        train=made["train"],
+        metrics=metrics,
+        charts={
+            "speed": Markup(charts.speedups(verdict["cells"], resolved.recipe.verdict.min_speedup)),
+            "acceptance": Markup(_acceptance(metrics)),
+            "loss": Markup(charts.losses(_lines(rundir / "train" / "steps.jsonl"))),
+            "tau": Markup(charts.taus(_lines(rundir / "train" / "evals.jsonl"))),
+        },
+        checks=_checks(made),
+        stages=_stages(record["stages"]),
+        provenance=_provenance(resolved, record, made),
+    )
+    path = rundir / "report.html"
+    write_text(path, html)
+    return {"stage": "report", "file": str(path), "bytes": len(html.encode())}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _acceptance(metrics: dict[str, Any]) -> str:
+    by_domain = {name: d["p"] for name, d in metrics["domains"].items()}
+    return charts.acceptance(by_domain, metrics["p"][str(metrics["select_k"])])
+
+
+def _checks(made: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    conversations, states, train = made["generate"], made["extract"], made["train"]
+    checks, vocabulary, rows = states["checks"], train["vocabulary"], conversations["rows"]
+    out = [
+        (
+            "conversations",
+            f"{rows.get('train', 0)} training and {rows.get('held_out', 0)} held-out answers, "
+            f"{conversations['quarantined']} prompts left out, finish: "
+            + ", ".join(f"{n} {reason}" for reason, n in conversations["finish"].items()),
+        ),
+        (
+            "states",
+            f"head(norm(last state)) has the target's argmax at {checks['head_agreement']:.3%} of {checks['positions']:,} positions",
+        ),
+        (
+            "draft vocabulary",
+            f"{vocabulary['size']:,} ids cover {vocabulary['coverage']:.2%} of the supervised tokens",
+        ),
+        ("drafter", f"{len(made['check']['findings'])} findings, {'healthy' if made['check']['healthy'] else 'NOT healthy'}"),
+    ]
+    if "greedy_agreement" in checks:
+        out.insert(
+            2,
+            (
+                "greedy answers",
+                f"repeated by the pass over their ids at {checks['greedy_agreement']:.3%}, "
+                f"{checks['greedy_near_ties']} near ties apart",
+            ),
+        )
+    return out
+
+
+def _stages(stages: dict[str, Any]) -> dict[str, dict[str, str]]:
+    out = {}
+    for name, record in stages.items():
+        if name == "report":
+            continue
+        rates = record.get("rates") or {}
+        rate = ", ".join(f"{v:,.4g} {k.removesuffix('_per_s').replace('_', ' ')}/s" for k, v in rates.items() if v)
+        out[name] = {"time": duration(record.get("seconds", 0)), "rate": rate}
+    return out
+
+
+def _provenance(resolved: Resolved, record: dict[str, Any], made: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    m = record["machine"]
+    commit = f", commit {record['git']}" if record["git"] else ""
+    return [
+        ("target", f"{resolved.target.identity}, fingerprint {resolved.target.fingerprint}"),
+        ("aux layers", f"{resolved.aux_layers} (id i = input of layer i)"),
+        ("computed in", f"{resolved.dtype} on {resolved.device}"),
+        ("eyas", f"{record['eyas']}{commit}"),
+        ("machine", f"{m['cpu']}, {m['cores']} cores, {m['memory_bytes'] / 2**30:.0f} GiB, {m['system']}"),
+        ("versions", ", ".join(f"{k} {v}" for k, v in {"python": m["python"], **m["versions"]}.items())),
+        ("seed", str(resolved.recipe.train.seed)),
+        ("fingerprints", ", ".join(f"{name} {body['fingerprint']}" for name, body in made.items())),
+    ]

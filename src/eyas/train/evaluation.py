@@ -1,0 +1,36 @@
+"""Replayed acceptance of a drafter on held-out conversations: by k, by domain, with intervals."""
+
+from typing import Any
+
+from torch import Tensor
+
+from eyas.drafter import replay
+from eyas.drafter.network import Drafter
+from eyas.stores.states import RowStates
+
+
+def evaluate(
+    drafter: Drafter, embedding_VD: Tensor, rows: list[RowStates], domains: list[str], max_k: int
+) -> dict[str, Any]:
+    """Replayed acceptance by k and domain, with 95 % bootstrap intervals over conversations."""
+    accepted = replay.accepted_lengths(drafter, embedding_VD, rows, max_k)
+    taus, ps, by_domain = {}, {}, {}
+    for k in range(1, max_k + 1):
+        walks = [replay.walk(a, k) for a in accepted]
+        taus[str(k)] = replay.tau_interval(walks, 0.95)._asdict()
+        ps[str(k)] = replay.positions(walks)
+    select_k = min(3, max_k)
+    for domain in sorted(set(domains)):
+        walks = [replay.walk(a, select_k) for a, d in zip(accepted, domains, strict=True) if d == domain]
+        by_domain[domain] = {"conversations": len(walks), "tau": replay.tau(walks), "p": replay.positions(walks)}
+    every = [m for a in accepted for m in a]
+    p_all = [sum(m > i for m in every) / len(every) for i in range(max_k)]
+    return {
+        "max_k": max_k,
+        "select_k": select_k,
+        "tau": taus,
+        "p": ps,
+        "domains": by_domain,
+        "p_all": p_all,
+        "conversations": len(rows),
+    }

@@ -1,0 +1,231 @@
+"""train: states -> a drafter, by EAGLE-3 training-time test, and its replayed acceptance after each epoch.
+
+Reads states/ and conversations/ (split and domain of each row). Writes
+
+    train/steps.jsonl  evals.jsonl  state/state.safetensors  manifest.json
+    drafter/epoch-N/  drafter/best/      config.json model.safetensors contract.json metrics.json
+
+    eyas train RECIPE
+"""
+
+import json
+import math
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eyas.contract import Norms, for_target
+from eyas.drafter.batch import pack, usable
+from eyas.drafter.loss import Teacher, ttt_loss
+from eyas.drafter.network import Drafter
+from eyas.errors import ContractError
+from eyas.progress import Progress, say
+from eyas.recipe import Resolved
+from eyas.rundir import RunDir, file_hash
+from eyas.stores import conversations, states
+from eyas.stores.states import RowStates
+from eyas.train import checkpoint, evaluation, records, schedule, vocabulary
+
+MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}
+EVAL_K = 5  # replay drafts this deep, or as deep as training went
+SAVE_EVERY_S = 60.0
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
+
+
+class Data(NamedTuple):
+    train: list[RowStates]
+    held_out: list[RowStates]
+    domains: list[str]  # of each held-out row
+
+
+def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
+    """Train all epochs; returns the manifest. Resumes from train/state within a minute of a kill.
+
+    Raises ContractError when there is nothing to train on or the loss is not finite.
+    """
+    options = resolved.recipe.train
+    data = _load(resolved, rundir)
+    always = {*resolved.target.stop_ids, *resolved.target.tokenizer(resolved.recipe.target.trust_remote_code).all_special_ids}
+    vocab = vocabulary.choose(
+        (r.ids_T[r.start :] for r in data.train),
+        (r.ids_T[: r.start] for r in data.train),
+        always,
+        options.draft_vocab,
+        resolved.target.vocab,
+    )
+    _print_vocabulary(vocab, data)
+    trainer = Trainer(resolved, rundir, data, vocab)
+    began = time.perf_counter()
+    trainer.train()
+    best = json.loads((rundir / "drafter" / "best" / "metrics.json").read_text(encoding="utf-8"))
+    return rundir.finish(
+        "train",
+        {
+            "content": {"drafter/best": file_hash(rundir / "drafter" / "best" / "model.safetensors")},
+            "best": best,
+            "vocabulary": {"size": len(vocab.kept_W), "coverage": vocab.coverage, "distinct": vocab.distinct, "filled": vocab.filled},
+            "rows": {"train": len(data.train), "held_out": len(data.held_out)},
+            "supervised_tokens": trainer.supervised,
+            "parameters": sum(p.numel() for p in trainer.drafter.parameters()),
+            "rates": {"supervised_tokens_per_s": trainer.trained_now / max(time.perf_counter() - began, 1e-9)},
+        },
+    )
+
+
+def _load(resolved: Resolved, rundir: RunDir) -> Data:
+    manifest = rundir.manifest("extract")
+    rows = {r.row_id: r for r in conversations.read(rundir / "conversations")}
+    train, held_out, domains = [], [], []
+    for row in states.read(rundir / "states", manifest["content"]):
+        said = rows.get(row.row_id)
+        if said is None or said.ids != row.ids_T.tolist():
+            raise ContractError(f"states row {row.row_id} is not in {rundir / 'conversations'} with these ids. Run extract again.")
+        if not usable(row):
+            continue
+        if said.split == "train":
+            train.append(row)
+        else:
+            held_out.append(row)
+            domains.append(said.domain)
+    if not train or not held_out:
+        raise ContractError(
+            f"{rundir / 'states'}: {len(train)} training and {len(held_out)} held-out rows with an answer of two tokens or "
+            "more; both are needed."
+        )
+    return Data(train, held_out, domains)
+
+
+def _print_vocabulary(vocab: vocabulary.Vocabulary, data: Data) -> None:
+    held = torch.cat([r.ids_T[r.start :].long() for r in data.held_out])
+    outside = 1 - torch.isin(held, vocab.kept_W).float().mean().item()
+    filled = f", {vocab.filled} places filled with ids that no answer had" if vocab.filled else ""
+    say(
+        f"  draft vocabulary: {len(vocab.kept_W):,} ids cover {vocab.coverage:.2%} of the supervised tokens "
+        f"({vocab.distinct:,} distinct{filled}) and {1 - outside:.2%} of the held-out ones"
+    )
+
+
+def make_teacher(resolved: Resolved, kept_W: Tensor) -> Teacher:
+    """Head rows of the kept ids, final norm, embedding: float32, on the training device."""
+    target, device = resolved.target, resolved.device
+    draft_id = torch.full((target.vocab,), -1, device=device)
+    draft_id[kept_W.to(device)] = torch.arange(len(kept_W), device=device)
+    return Teacher(
+        head_WD=target.head_VD()[kept_W].float().to(device),
+        norm_D=target.final_norm_D().to(device),
+        eps=target.eps,
+        draft_id_V=draft_id,
+        embedding_VD=target.embedding_VD().float().to(device),
+    )
+
+
+class Trainer:
+    """The training loop and what it needs between steps."""
+
+    def __init__(self, resolved: Resolved, rundir: RunDir, data: Data, vocab: vocabulary.Vocabulary) -> None:
+        self.options, self.rundir, self.data = resolved.recipe.train, rundir, data
+        self.device, self.loggers = resolved.device, tuple(resolved.recipe.report.loggers)
+        longest = max(len(r) for r in data.train)
+        norms = Norms(**self.options.norms.model_dump())
+        self.contract = for_target(
+            resolved.target, resolved.aux_layers, norms, len(vocab.kept_W), self.options.ttt_steps, longest
+        )
+        self.teacher = make_teacher(resolved, vocab.kept_W)
+        self.drafter = Drafter(self.contract)
+        self.drafter.reset(self.options.seed, vocab.kept_W, self.teacher.head_WD.cpu(), self.teacher.norm_D.cpu())
+        self.drafter.to(self.device)
+        self.optimizer = torch.optim.AdamW(
+            self.drafter.parameters(), lr=self.options.lr, betas=BETAS, weight_decay=WEIGHT_DECAY
+        )
+        self.lengths = [len(r) for r in data.train]
+        self.pairs = [len(r) - r.start - 1 for r in data.train]
+        self.supervised = sum(self.pairs)
+        self.micro = MICRO_TOKENS[self.device] if self.options.micro_tokens == "auto" else self.options.micro_tokens
+        self.plan = [
+            schedule.epoch_steps(self.lengths, self.options.tokens_per_step, self.options.seed, e)
+            for e in range(self.options.epochs)
+        ]
+        self.total_steps = sum(map(len, self.plan))
+        self.trained_now = 0
+        self.state_file = rundir / "train" / "state" / "state.safetensors"
+
+    def train(self) -> None:
+        """All epochs from where train/state stands; nothing to do when it stands at the end."""
+        place = {"step": 0, "epoch": 0, "best": 0.0}
+        if self.state_file.is_file():
+            place = checkpoint.load(self.state_file, self.drafter, self.optimizer)
+            say(f"  resuming at step {place['step']} of {self.total_steps}")
+        log = records.open_steps(self.rundir / "train" / "steps.jsonl", place["step"])
+        saved = time.monotonic()
+        done_before = [sum(map(len, self.plan[:e])) for e in range(len(self.plan))]
+        with log, records.board(self.rundir, self.loggers) as board, Progress("train", self.total_steps, "steps", "supervised tokens", place["step"]) as progress:
+            for epoch in range(place["epoch"], len(self.plan)):
+                for rows in self.plan[epoch][place["step"] - done_before[epoch] :]:
+                    record = self._step(rows, place["step"])
+                    place["step"] += 1
+                    log.write(json.dumps({"step": place["step"], "epoch": epoch + 1, **record}) + "\n")
+                    log.flush()
+                    for name in ("loss", "accuracy_0", "lr"):
+                        board.add_scalar(f"train/{name}", record[name], place["step"])
+                    progress.add(1, record["pairs"], f"loss {record['loss']:.3f}")
+                    if time.monotonic() - saved > SAVE_EVERY_S:
+                        checkpoint.save(self.state_file, self.drafter, self.optimizer, place)
+                        saved = time.monotonic()
+                tau = self._finish_epoch(epoch, place["best"])
+                board.add_scalar("held_out/tau", tau, epoch + 1)
+                place |= {"epoch": epoch + 1, "best": max(place["best"], tau)}
+                checkpoint.save(self.state_file, self.drafter, self.optimizer, place)
+
+    def _step(self, rows: list[int], step: int) -> dict[str, Any]:
+        """One optimizer step over rows, accumulated over micro batches."""
+        rate = schedule.learning_rate(step, self.total_steps, self.options.lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        pairs = sum(self.pairs[i] for i in rows)
+        loss_sum, hits, seen = 0.0, [0] * self.options.ttt_steps, [0] * self.options.ttt_steps
+        self.optimizer.zero_grad(set_to_none=True)
+        for batch_rows in schedule.micro_batches(rows, self.lengths, self.micro):
+            batch = pack([self.data.train[i] for i in batch_rows], self.device)
+            with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
+                loss = ttt_loss(self.drafter, self.teacher, batch, self.options.ttt_steps, self.options.ttt_decay)
+            (loss.total / pairs).backward()
+            loss_sum += float(loss.total.detach())
+            for k, (h, n) in enumerate(zip(loss.hits, loss.pairs, strict=True)):
+                hits[k] += h
+                seen[k] += n
+        norm = float(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), CLIP))
+        if not math.isfinite(loss_sum) or not math.isfinite(norm):
+            names = ", ".join(self.data.train[i].row_id for i in rows[:5])
+            raise ContractError(
+                f"train: step {step + 1}: the loss or its gradient is not finite (rows {names}, …). "
+                "The last good state is kept; lower train.lr, or look at these rows."
+            )
+        self.optimizer.step()
+        self.trained_now += pairs
+        accuracy = {f"accuracy_{k}": h / n for k, (h, n) in enumerate(zip(hits, seen, strict=True)) if n}
+        return {"loss": loss_sum / pairs, "lr": rate, "grad_norm": norm, "pairs": pairs, **accuracy}
+
+    def _finish_epoch(self, epoch: int, best: float) -> float:
+        """Replay the held-out rows as a server would load the weights, write drafter/epoch-N, and best if it is."""
+        metrics = {"epoch": epoch + 1, **self._evaluate()}
+        tau = metrics["tau"][str(metrics["select_k"])]["value"]
+        folder = self.rundir / "drafter"
+        records.replace_folder(folder / f"epoch-{epoch + 1}", self.drafter, metrics)
+        if tau > best or not (folder / "best").is_dir():
+            records.replace_folder(folder / "best", self.drafter, metrics)
+        records.append_eval(self.rundir / "train" / "evals.jsonl", metrics)
+        shown = metrics["tau"][str(metrics["select_k"])]
+        p = " ".join(f"{x:.2f}" for x in metrics["p"][str(metrics["max_k"])])
+        say(
+            f"  epoch {epoch + 1}: held-out tau at k={metrics['select_k']} is {shown['value']:.3f} "
+            f"[{shown['low']:.3f}, {shown['high']:.3f}]; accepted at positions 1..{metrics['max_k']}: {p}"
+        )
+        return tau
+
+    def _evaluate(self) -> dict[str, Any]:
+        rounded = Drafter(self.contract)
+        rounded.load_state_dict(self.drafter.state_dict())
+        rounded.to(getattr(torch, self.contract.dtype)).float().to(self.device).eval()
+        return evaluation.evaluate(rounded, self.teacher.embedding_VD, self.data.held_out, self.data.domains, max(EVAL_K, self.options.ttt_steps))

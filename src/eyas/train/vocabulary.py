@@ -1,0 +1,41 @@
+"""The draft vocabulary: which target ids a drafter can propose.
+
+The most frequent tokens of the supervised answers; stop ids and special ids always; then, if room is left, tokens of the
+prompts, then the lowest ids (the commonest pieces of a BPE vocabulary).
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Vocabulary(NamedTuple):
+    kept_W: Tensor  # target ids, ascending
+    coverage: float  # share of supervised tokens inside it
+    distinct: int  # distinct supervised tokens
+    filled: int  # places taken by ids that no answer had
+
+
+def choose(
+    answers: Iterable[Tensor], prompts: Iterable[Tensor], always: Iterable[int], size: int, vocab: int
+) -> Vocabulary:
+    """Choose `size` of `vocab` ids (all of them when size >= vocab). answers, prompts: int tensors of token ids."""
+    counts = _count(answers, vocab)
+    distinct = int((counts > 0).sum())
+    size = min(size, vocab)
+    rank = counts.double()
+    rank += (counts == 0) * _count(prompts, vocab).double() * 1e-9  # prompts only order what no answer had
+    rank[[i for i in always if i < vocab]] = float("inf")
+    order = torch.sort(rank, descending=True, stable=True).indices  # ties: the lower id first
+    kept = order[:size].sort().values
+    total = int(counts.sum())
+    return Vocabulary(kept, float(counts[kept].sum()) / max(total, 1), distinct, int((counts[kept] == 0).sum()))
+
+
+def _count(rows: Iterable[Tensor], vocab: int) -> Tensor:
+    counts = torch.zeros(vocab, dtype=torch.int64)
+    for row in rows:
+        counts += torch.bincount(row.long(), minlength=vocab)
+    return counts
