@@ -21,7 +21,29 @@ TEMPLATE = (
     "<assistant>{{ m.content }}<end>{% else %}{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-WORDS = "tell me why the red fox ran over a slow green hill and what it saw near our old mill today".split()
+WORDS = [
+    "tell",
+    "me",
+    "why",
+    "the",
+    "red",
+    "fox",
+    "ran",
+    "over",
+    "a",
+    "slow",
+    "green",
+    "hill",
+    "and",
+    "what",
+    "it",
+    "saw",
+    "near",
+    "our",
+    "old",
+    "mill",
+    "today",
+]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -31,10 +53,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()
     tok.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<end>", pad_token="<pad>", chat_template=TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tok, eos_token="<end>", pad_token="<pad>", chat_template=TEMPLATE
+    )
 
 
-def save_target(folder: Path, layers: int = 2, vocab: int = 260, seed: int = 0, sharpness: float = 6.0, **extra) -> Path:
+def save_target(
+    folder: Path, layers: int = 2, vocab: int = 260, seed: int = 0, sharpness: float = 6.0, **extra
+) -> Path:
     """A random target whose distributions are peaked enough for greedy chains to be stable."""
     torch.manual_seed(seed)
     settings = {
@@ -80,7 +106,13 @@ def recipe_file(tmp_path, target_folder, prompt_file) -> Path:
         "prompts": {"sources": [{"path": str(prompt_file)}], "held_out": 0.3},
         "generate": {"max_tokens": 16, "concurrency": 6},
         "extract": {"shard_bytes": 200_000},
-        "train": {"draft_vocab": 128, "ttt_steps": 3, "epochs": 2, "tokens_per_step": 256, "micro_tokens": 128},
+        "train": {
+            "draft_vocab": 128,
+            "ttt_steps": 3,
+            "epochs": 2,
+            "tokens_per_step": 256,
+            "micro_tokens": 128,
+        },
         "bench": {"k": [1, 3], "rounds": 2, "limit": 3, "max_tokens": 12},
     }
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")

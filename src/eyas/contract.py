@@ -1,6 +1,6 @@
 """What a drafter assumes, field by field: written beside its weights, compared wherever it is used.
 
-    drafter/best/contract.json
+drafter/best/contract.json
 """
 
 import json

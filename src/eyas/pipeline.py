@@ -67,17 +67,25 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
         layers = facts.default_aux_layers()
     else:
         layers = target.Decision(facts.check_aux_layers(list(read.target.aux_layers)), "the recipe says so")
-    for key, (value, reason) in {"target.dtype": dtype, "target.aux_layers": layers, "device": device}.items():
+    for key, (value, reason) in {
+        "target.dtype": dtype,
+        "target.aux_layers": layers,
+        "device": device,
+    }.items():
         source = values[key].source if key in values and values[key].value != "auto" else "derived"
         values[key] = Value(value, source, reason)
-    values["extract.with"] = Value("pass", "derived", "the embedded engine extracts by a pass over the stored ids")
+    values["extract.with"] = Value(
+        "pass", "derived", "the embedded engine extracts by a pass over the stored ids"
+    )
     return Resolved(read, facts, device.value, dtype.value, layers.value)
 
 
 def introduce(resolved: Resolved, rundir: RunDir) -> None:
     """Say what will be worked on, with the reason of each derived value."""
     t = resolved.target
-    say(f"target    {t.folder} ({t.identity}; {t.model_type}, {t.layers} layers, width {t.hidden}, vocabulary {t.vocab:,})")
+    say(
+        f"target    {t.folder} ({t.identity}; {t.model_type}, {t.layers} layers, width {t.hidden}, vocabulary {t.vocab:,})"
+    )
     say(f"run       {rundir.root}")
 
 
@@ -91,7 +99,9 @@ def prepare(resolved: Resolved, rundir: RunDir, values: dict[str, Value]) -> Non
     write_json(rundir / "resolved.json", {k: v._asdict() for k, v in values.items()})
     path = rundir / "run.json"
     run = read_json(path) if path.is_file() else {"stages": {}}
-    write_json(path, run | {"eyas": __version__, "name": resolved.recipe.name, "machine": machine(), "git": _git()})
+    write_json(
+        path, run | {"eyas": __version__, "name": resolved.recipe.name, "machine": machine(), "git": _git()}
+    )
 
 
 def machine() -> dict[str, Any]:
@@ -100,14 +110,19 @@ def machine() -> dict[str, Any]:
 
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
     return {
         "cpu": model,
         "cores": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "safetensors", "pyarrow")},
+        "versions": {
+            name: metadata.version(name) for name in ("torch", "transformers", "safetensors", "pyarrow")
+        },
     }
 
 

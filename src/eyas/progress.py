@@ -36,7 +36,9 @@ def size(n_bytes: float) -> str:
 class Progress:
     """Counts `total` units of work; `rate_unit` (default: the same) is what the rate is quoted in."""
 
-    def __init__(self, label: str, total: int, unit: str, rate_unit: str | None = None, done: int = 0) -> None:
+    def __init__(
+        self, label: str, total: int, unit: str, rate_unit: str | None = None, done: int = 0
+    ) -> None:
         self.label, self.total, self.unit, self.rate_unit = label, total, unit, rate_unit or unit
         self.done = self.first = done
         self.counted = 0
@@ -60,7 +62,11 @@ class Progress:
     def _show(self, now: float, end: str) -> None:
         spent = max(now - self.started, 1e-6)
         new = self.done - self.first
-        left = f", {duration(spent / new * (self.total - self.done))} left" if 0 < new and self.done < self.total else ""
+        left = (
+            f", {duration(spent / new * (self.total - self.done))} left"
+            if new > 0 and self.done < self.total
+            else ""
+        )
         note = f", {self.note}" if self.note else ""
         line = (
             f"  {self.label}: {self.done:,}/{self.total:,} {self.unit}, "
@@ -68,7 +74,9 @@ class Progress:
         )
         print(line.ljust(100) if self.terminal else line, file=sys.stderr, end=end, flush=True)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         if kind is None and self.counted:
             self._show(time.monotonic(), end="\n")
         elif self.terminal:

@@ -29,7 +29,9 @@ def key(default: Any, reason: str, unit: str = "", **limits: Any) -> Any:
 
 
 class TargetSection(Section):
-    model: str = Field(description="folder with config.json, tokenizer and safetensors of the target", min_length=1)
+    model: str = Field(
+        description="folder with config.json, tokenizer and safetensors of the target", min_length=1
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = key(
         "auto", "bfloat16 where the machine multiplies it natively, else float32; the choice is printed"
     )
@@ -44,19 +46,31 @@ class EngineSection(Section):
 
 
 class PromptSource(Section):
-    path: str = Field(description="JSONL with `turns`, `messages` or `prompt`; `builtin` is the shipped set", min_length=1)
+    path: str = Field(
+        description="JSONL with `turns`, `messages` or `prompt`; `builtin` is the shipped set", min_length=1
+    )
 
 
 class PromptsSection(Section):
-    sources: list[PromptSource] = key([PromptSource(path="builtin")], "430 prompts that ship with eyas", min_length=1)
+    sources: list[PromptSource] = key(
+        [PromptSource(path="builtin")], "430 prompts that ship with eyas", min_length=1
+    )
     limit: int | None = key(None, "all of them; a limit is spread evenly over the domains", "prompts", ge=1)
-    held_out: float = key(0.1, "share kept from training to measure acceptance; decided by a hash", "share", gt=0, lt=0.9)
+    held_out: float = key(
+        0.1, "share kept from training to measure acceptance; decided by a hash", "share", gt=0, lt=0.9
+    )
 
 
 class GenerateSection(Section):
-    max_tokens: int = key(160, "long enough for a drafter to learn from, short enough for a CPU", "tokens", ge=4)
-    temperature: float = key(0.8, "varied answers teach more than greedy ones; held-out answers are greedy", "", ge=0, le=5)
-    top_p: float = key(1.0, "no truncation: the drafter learns what the target really emits", "share", gt=0, le=1)
+    max_tokens: int = key(
+        160, "long enough for a drafter to learn from, short enough for a CPU", "tokens", ge=4
+    )
+    temperature: float = key(
+        0.8, "varied answers teach more than greedy ones; held-out answers are greedy", "", ge=0, le=5
+    )
+    top_p: float = key(
+        1.0, "no truncation: the drafter learns what the target really emits", "share", gt=0, le=1
+    )
     samples: int = key(1, "answers per training prompt", "answers", ge=1)
     concurrency: int = key(16, "rows decoded together; also the rows of one part file", "rows", ge=1)
 
@@ -68,7 +82,9 @@ class ExtractSection(Section):
         description="a pass over the stored ids; the embedded engine has no other way",
         json_schema_extra={"unit": ""},
     )
-    dtype: Literal["bfloat16", "float32"] = key("bfloat16", "aux states; half the disk of float32, no loss seen")
+    dtype: Literal["bfloat16", "float32"] = key(
+        "bfloat16", "aux states; half the disk of float32, no loss seen"
+    )
     shard_bytes: int = key(268_435_456, "what a kill costs at most", "bytes", ge=1024)
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
@@ -87,10 +103,14 @@ class NormsSection(Section):
 
 
 class TrainSection(Section):
-    draft_vocab: int = key(8192, "covers over 99 % of small sets; larger costs speed in every draft step", "tokens", ge=8)
+    draft_vocab: int = key(
+        8192, "covers over 99 % of small sets; larger costs speed in every draft step", "tokens", ge=8
+    )
     ttt_steps: int = key(5, "draft steps seen in training; the paper has 7", "steps", ge=1, le=16)
     ttt_decay: float = key(0.8, "weight of step k is decay^k (EAGLE-3 paper)", "", gt=0, le=1)
-    loss: Literal["kl"] = key("kl", "divergence from the target's distribution over the draft vocabulary, float32")
+    loss: Literal["kl"] = key(
+        "kl", "divergence from the target's distribution over the draft vocabulary, float32"
+    )
     epochs: int = key(5, "best epoch is kept by held-out acceptance length", "epochs", ge=1)
     tokens_per_step: int = key(8192, "tokens of one optimizer step, prompts included", "tokens", ge=64)
     micro_tokens: int | Literal["auto"] = key(
@@ -102,13 +122,21 @@ class TrainSection(Section):
 
 
 class BenchSection(Section):
-    k: list[int] = key([1, 2, 3, 5], "drafted tokens per step; the best is chosen from these", "tokens", min_length=1)
-    concurrency: list[int] = key([1], "requests at once; the embedded engine serves one", "requests", min_length=1)
+    k: list[int] = key(
+        [1, 2, 3, 5], "drafted tokens per step; the best is chosen from these", "tokens", min_length=1
+    )
+    concurrency: list[int] = key(
+        [1], "requests at once; the embedded engine serves one", "requests", min_length=1
+    )
     rounds: int = key(3, "each prompt is measured this often, k values interleaved", "rounds", ge=1)
     prompts: Literal["held_out"] = key("held_out", "prompts that training never saw")
-    limit: int | None = key(None, "all held-out prompts; a limit takes them evenly by domain", "prompts", ge=1)
+    limit: int | None = key(
+        None, "all held-out prompts; a limit takes them evenly by domain", "prompts", ge=1
+    )
     max_tokens: int = key(160, "length limit of a measured answer", "tokens", ge=4)
-    temperature: float = key(0.0, "greedy: outputs with and without the drafter can be compared", "", ge=0, le=5)
+    temperature: float = key(
+        0.0, "greedy: outputs with and without the drafter can be compared", "", ge=0, le=5
+    )
 
     @field_validator("k")
     @classmethod
@@ -121,26 +149,34 @@ class BenchSection(Section):
     @classmethod
     def one(cls, value: list[int]) -> list[int]:
         if value != [1]:
-            raise ValueError("the embedded engine decodes one request at a time: set bench.concurrency to [1]")
+            raise ValueError(
+                "the embedded engine decodes one request at a time: set bench.concurrency to [1]"
+            )
         return value
 
 
 class VerdictSection(Section):
     min_speedup: float = key(1.05, "below this a drafter is not worth its memory and its risk", "times", ge=1)
-    confidence: float = key(0.95, "the lower end of this interval must reach min_speedup", "share", gt=0.5, lt=1)
+    confidence: float = key(
+        0.95, "the lower end of this interval must reach min_speedup", "share", gt=0.5, lt=1
+    )
 
 
 class ReportSection(Section):
-    loggers: list[Literal["tensorboard"]] = key([], "training curves also as event files (extra `tensorboard`)")
+    loggers: list[Literal["tensorboard"]] = key(
+        [], "training curves also as event files (extra `tensorboard`)"
+    )
 
 
 class Recipe(Section):
-    name: str = Field(description="names the run folder runs/NAME", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: str = Field(
+        description="names the run folder runs/NAME", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+    )
     target: TargetSection
     engine: EngineSection = EngineSection()
     prompts: PromptsSection = PromptsSection()
     generate: GenerateSection = GenerateSection()
-    extract: ExtractSection = ExtractSection()
+    extract: ExtractSection = ExtractSection.model_validate({})
     train: TrainSection = TrainSection()
     bench: BenchSection = BenchSection()
     verdict: VerdictSection = VerdictSection()
@@ -179,7 +215,9 @@ def find(word: str) -> Path:
     if path.is_dir():
         if (path / "recipe.yaml").is_file():
             return path / "recipe.yaml"
-        raise RecipeError(f"{path} is a folder without recipe.yaml, so not a run folder. Name a recipe file or a run.")
+        raise RecipeError(
+            f"{path} is a folder without recipe.yaml, so not a run folder. Name a recipe file or a run."
+        )
     if path.is_file():
         return path
     if word in shipped_names():
@@ -259,7 +297,13 @@ def _sources(recipe: Recipe, given: set[str], changed: set[str]) -> dict[str, Va
     values = flat(recipe)
     out = {}
     for path, field in _fields(Recipe).items():
-        source = "--set" if path in changed else "recipe" if any(g == path or g.startswith(path) for g in given) else "default"
+        source = (
+            "--set"
+            if path in changed
+            else "recipe"
+            if any(g == path or g.startswith(path) for g in given)
+            else "default"
+        )
         out[path] = Value(values[path], source, field.description or "")
     return out
 
@@ -278,7 +322,9 @@ def _explain(err: Any) -> str:
     if err["type"] == "extra_forbidden":
         valid = list(_fields(Recipe)) + [name for name in Recipe.model_fields]
         siblings = [v for v in valid if v.rpartition(".")[0] == where.rpartition(".")[0]] or valid
-        near = difflib.get_close_matches(where, siblings, n=1, cutoff=0.5) or difflib.get_close_matches(where, valid, n=1)
+        near = difflib.get_close_matches(where, siblings, n=1, cutoff=0.5) or difflib.get_close_matches(
+            where, valid, n=1
+        )
         hint = f'; did you mean "{near[0]}"?' if near else f"; valid here: {', '.join(siblings)}"
         return f'unknown key "{where}"{hint}'
     if err["type"] == "missing":

@@ -30,7 +30,9 @@ FORMAT = 1
 
 def fingerprint(value: Any) -> str:
     """A short stable hash of anything that JSON can say (sorted keys), or of bytes."""
-    data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
+    data = (
+        value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
+    )
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -51,7 +53,9 @@ def atomic(path: Path) -> Iterator[Path]:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         os.close(handle)
     except OSError as e:
-        raise SurroundingsError(f"cannot write {path}: {e.strerror}. Free space, or choose another --run folder.") from e
+        raise SurroundingsError(
+            f"cannot write {path}: {e.strerror}. Free space, or choose another --run folder."
+        ) from e
     tmp = Path(name)
     try:
         yield tmp
@@ -60,7 +64,9 @@ def atomic(path: Path) -> Iterator[Path]:
         tmp.chmod(0o644)
         tmp.replace(path)
     except OSError as e:
-        raise SurroundingsError(f"cannot write {path}: {e.strerror}. Free space, or choose another --run folder.") from e
+        raise SurroundingsError(
+            f"cannot write {path}: {e.strerror}. Free space, or choose another --run folder."
+        ) from e
     finally:
         tmp.unlink(missing_ok=True)
 
@@ -116,7 +122,9 @@ class RunDir:
         """The manifest of a finished stage. Raises UsageError when the stage has not finished."""
         path = self.root / OUTPUTS[stage].manifest
         if not path.is_file():
-            raise UsageError(f'{self.root}: stage "{stage}" has not finished. Run "eyas {stage} {self.root}" first.')
+            raise UsageError(
+                f'{self.root}: stage "{stage}" has not finished. Run "eyas {stage} {self.root}" first.'
+            )
         return read_json(path)
 
     def finished(self, stage: str) -> bool:
@@ -158,7 +166,9 @@ class RunDir:
         """Why what is there is stale: one phrase per input that differs; empty when it is fresh or not begun."""
         if not self.started(stage):
             return []
-        have = self.manifest(stage)["inputs"] if self.finished(stage) else self.record(stage).get("inputs", {})
+        have = (
+            self.manifest(stage)["inputs"] if self.finished(stage) else self.record(stage).get("inputs", {})
+        )
         names = sorted(have.keys() | wanted.keys())
         return [
             f"{n} was {have.get(n, 'absent')!r:.60}, is now {wanted.get(n, 'absent')!r:.60}"
@@ -180,7 +190,9 @@ class RunDir:
             self.root.mkdir(parents=True, exist_ok=True)
             handle = (self.root / ".lock").open("a+")
         except OSError as e:
-            raise SurroundingsError(f"cannot write into {self.root}: {e.strerror}. Choose another folder with --run DIR.") from e
+            raise SurroundingsError(
+                f"cannot write into {self.root}: {e.strerror}. Choose another folder with --run DIR."
+            ) from e
         with handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

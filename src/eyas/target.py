@@ -55,7 +55,13 @@ class Target:
     def fingerprint(self) -> str:
         """Hash of the config, the tokenizer and template, and of the weight files' names, headers and sampled blocks."""
         h = hashlib.sha256()
-        for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        for name in (
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+        ):
             path = self.folder / name
             h.update(name.encode() + (path.read_bytes() if path.is_file() else b"-"))
         for path in sorted(set(self.files.values())):
@@ -125,7 +131,9 @@ class Target:
         if self.tensor_name("lm_head.weight"):
             return self.tensor("lm_head.weight")
         if not self.config.get("tie_word_embeddings", False):
-            raise ContractError(f"{self.folder}: no lm_head.weight, and config.json does not tie it to the embedding.")
+            raise ContractError(
+                f"{self.folder}: no lm_head.weight, and config.json does not tie it to the embedding."
+            )
         return self.embedding_VD()
 
     def final_norm_D(self) -> "torch.Tensor":
@@ -138,11 +146,15 @@ class Target:
         from transformers import AutoTokenizer
 
         try:
-            tok = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=trust_remote_code, local_files_only=True)
+            tok = AutoTokenizer.from_pretrained(
+                self.folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
         except (OSError, ValueError, KeyError) as e:
             raise UsageError(f"{self.folder}: no usable tokenizer ({' '.join(str(e).split())[:200]}).") from e
         if not tok.chat_template:
-            raise UsageError(f"{self.folder}: the tokenizer has no chat template; eyas trains on chats as a server renders them.")
+            raise UsageError(
+                f"{self.folder}: the tokenizer has no chat template; eyas trains on chats as a server renders them."
+            )
         return tok
 
 
@@ -159,9 +171,15 @@ def load(folder: str | Path) -> Target:
         )
     outer = _json(folder / "config.json", f"{folder} has no config.json, so it is not a model folder.")
     config = outer.get("text_config") or outer
-    missing = [k for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") if k not in config]
+    missing = [
+        k
+        for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        if k not in config
+    ]
     if missing:
-        raise UsageError(f"{folder}/config.json: {', '.join(missing)} missing; not a decoder-only language model?")
+        raise UsageError(
+            f"{folder}/config.json: {', '.join(missing)} missing; not a decoder-only language model?"
+        )
     heads = config["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
     tie = outer.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
@@ -205,7 +223,9 @@ def _stop_ids(folder: Path, outer: dict, config: dict) -> tuple[int, ...]:
         ids = source.get("eos_token_id")
         if ids is not None:
             return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
-    raise UsageError(f"{folder}: no eos_token_id in generation_config.json or config.json, so no answer could end.")
+    raise UsageError(
+        f"{folder}: no eos_token_id in generation_config.json or config.json, so no answer could end."
+    )
 
 
 def _identity(folder: Path) -> str:
@@ -223,7 +243,9 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         files = {name: folder / file for name, file in _json(index, "")["weight_map"].items()}
         lost = sorted({str(p.name) for p in files.values() if not p.is_file()})
         if lost:
-            raise UsageError(f"{index} names {', '.join(lost[:3])}, which {'is' if len(lost) == 1 else 'are'} not there.")
+            raise UsageError(
+                f"{index} names {', '.join(lost[:3])}, which {'is' if len(lost) == 1 else 'are'} not there."
+            )
         return files
     names: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -12,7 +12,9 @@ A, B, C, D, E, F, G = range(10, 17)
 def row(start=3):
     ids = torch.tensor([A, B, C, D, E, F, G], dtype=torch.int32)
     position = torch.arange(7.0)
-    return RowStates("0", ids, position[:, None, None].expand(7, 1, 2), position[:, None].expand(7, 2), ids + 100, start)
+    return RowStates(
+        "0", ids, position[:, None, None].expand(7, 1, 2), position[:, None].expand(7, 2), ids + 100, start
+    )
 
 
 def test_keys_are_all_positions_that_a_live_query_can_see():

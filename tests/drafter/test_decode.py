@@ -39,7 +39,12 @@ def plain(engine, prompt, n):
     """transformers' own greedy answer."""
     ids = torch.tensor([prompt])
     out = engine.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, eos_token_id=END, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=n,
+        do_sample=False,
+        eos_token_id=END,
+        pad_token_id=0,
     )
     return out[0, len(prompt) :].tolist()
 
@@ -103,9 +108,14 @@ def test_served_acceptance_equals_the_replayed_walk(engine):
         for prompt in prompts(engine, 12):
             got = decode(engine, made, embedding, prompt, k, 40)
             seen = next(engine.states([prompt + got.ids]))
-            row = RowStates("0", torch.tensor(prompt + got.ids), seen.aux_TLD, seen.last_TD, seen.top1_T, len(prompt))
+            row = RowStates(
+                "0", torch.tensor(prompt + got.ids), seen.aux_TLD, seen.last_TD, seen.top1_T, len(prompt)
+            )
             served.append((got.steps, tuple(got.accepted_at)))
-            replayed += [(w.steps, w.accepted_at) for w in [replay.walk(replay.accepted_lengths(made, embedding, [row], k)[0], k)]]
+            replayed += [
+                (w.steps, w.accepted_at)
+                for w in [replay.walk(replay.accepted_lengths(made, embedding, [row], k)[0], k)]
+            ]
         assert served == replayed
     assert sum(sum(a) for _, a in served) > 0, "nothing was accepted, so the example shows nothing"
 
@@ -122,10 +132,17 @@ def test_sampled_output_follows_the_targets_distribution(tmp_path_factory, k):
     with torch.no_grad():
         first = engine.model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
         after = engine.model(torch.tensor([[*prompt, a] for a in range(16)])).logits[:, -1].softmax(-1)
-        then = engine.model(torch.tensor([[*prompt, a, b] for a in range(16) for b in range(16)])).logits[:, -1].softmax(-1)
+        then = (
+            engine.model(torch.tensor([[*prompt, a, b] for a in range(16) for b in range(16)]))
+            .logits[:, -1]
+            .softmax(-1)
+        )
     second = first @ after
     third = ((first[:, None] * after).flatten()[:, None] * then).sum(0)
-    answers = [decode(engine, made, engine.target.embedding_VD(), prompt, k, 3, 1.0, seed=i).ids for i in range(count)]
+    answers = [
+        decode(engine, made, engine.target.embedding_VD(), prompt, k, 3, 1.0, seed=i).ids
+        for i in range(count)
+    ]
     for place, expected in ((1, second), (2, third)):
         seen = Counter(a[place] for a in answers)
         chi = sum((seen[t] - count * p) ** 2 / (count * p) for t, p in enumerate(expected.tolist()))

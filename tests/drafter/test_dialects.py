@@ -42,7 +42,11 @@ def test_names_and_config_are_those_that_vllm_reads(tmp_path):
     config = json.loads((tmp_path / "d" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
-    assert config["tie_word_embeddings"] is False and config["draft_vocab_size"] == 24 and config["fc_norm"] is True
+    assert (
+        config["tie_word_embeddings"] is False
+        and config["draft_vocab_size"] == 24
+        and config["fc_norm"] is True
+    )
 
 
 def test_a_missing_tensor_is_named(tmp_path):

@@ -53,7 +53,9 @@ def test_total_is_the_decayed_sum_over_supervised_pairs_inside_the_vocabulary():
                 hits[step.k] += int(logits[i].argmax()) == wanted
     assert abs(float(found.total) - expected) < 1e-3 * expected
     assert (found.hits, found.pairs) == (hits, pairs)
-    assert any(int(t.draft_id_V[x]) < 0 for x in batch.top1_M), "the example must hold a position outside the vocabulary"
+    assert any(int(t.draft_id_V[x]) < 0 for x in batch.top1_M), (
+        "the example must hold a position outside the vocabulary"
+    )
 
 
 def test_positions_outside_the_vocabulary_give_no_loss_but_are_counted():

@@ -11,7 +11,10 @@ from eyas.drafter.network import unroll
 from tests.conftest import drafter, random_row
 from tests.drafter.reference import Reference
 
-VARIANTS = [Norms(b, fc, o) for b, fc, o in itertools.product((False, True), ("none", "chunks", "whole"), (False, True))]
+VARIANTS = [
+    Norms(b, fc, o)
+    for b, fc, o in itertools.product((False, True), ("none", "chunks", "whole"), (False, True))
+]
 
 
 def rows():
@@ -43,7 +46,9 @@ def test_drafting_steps_read_their_own_proposals():
     embedding = torch.randn(40, 16, generator=torch.Generator().manual_seed(9))
     kept = made.kept_W
     batch = pack(rows())
-    expected = [Reference(made, embedding, r).run(4, lambda logits: int(kept[logits.argmax()])) for r in rows()]
+    expected = [
+        Reference(made, embedding, r).run(4, lambda logits: int(kept[logits.argmax()])) for r in rows()
+    ]
     seen = {}
 
     def choose(step):
@@ -69,7 +74,9 @@ def test_rows_packed_together_do_not_see_each_other():
         together = [s.h for s in unroll(made, embedding, pack(rows()), 3)]
         alone = [[s.h for s in unroll(made, embedding, pack([r]), 3)] for r in rows()]
     for k in range(3):
-        torch.testing.assert_close(together[k], torch.cat([a[k] for a in alone if len(a) > k]), rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(
+            together[k], torch.cat([a[k] for a in alone if len(a) > k]), rtol=2e-3, atol=2e-4
+        )
 
 
 def test_d2t_holds_offsets():

@@ -76,7 +76,10 @@ def cells(requests: Sequence[Request], confidence: float) -> list[dict[str, Any]
         def tau(w: np.ndarray, mine: dict[str, np.ndarray] = mine) -> float:
             return 1 + float((w * mine["accepted"]).sum() / (w * mine["steps"]).sum())
 
-        figures = {name: bootstrap(len(prompts), f, confidence) for name, f in (("S", speedup), ("C", cost), ("tau", tau))}
+        figures = {
+            name: bootstrap(len(prompts), f, confidence)
+            for name, f in (("S", speedup), ("C", cost), ("tau", tau))
+        }
         steps = mine["steps"].sum()
         accepted = np.sum([r.accepted_at for r in requests if r.k == k], axis=0)
         out.append(

@@ -34,7 +34,9 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     rows = conversations.spread(
         list(conversations.read(rundir / "conversations", "held_out")), options.limit, lambda r: r.domain
     )
-    engine = HFEngine(resolved.target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code)
+    engine = HFEngine(
+        resolved.target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code
+    )
     drafter = dialects.read(rundir / "drafter" / "best", getattr(torch, resolved.dtype), resolved.device)
     bench = Bench(resolved, engine, drafter, rows)
     requests = bench.measure(rundir)
@@ -70,7 +72,16 @@ class Bench:
 
     def _one(self, row: Row, k: int, number: int) -> Request:
         o = self.options
-        got = decode(self.engine, self.drafter, self.embedding_VD, row.prompt_ids, k, o.max_tokens, o.temperature, number)
+        got = decode(
+            self.engine,
+            self.drafter,
+            self.embedding_VD,
+            row.prompt_ids,
+            k,
+            o.max_tokens,
+            o.temperature,
+            number,
+        )
         return Request(
             number, row.row_id, row.domain, k, len(row.prompt_ids), got.ids, got.finish_reason, got.steps,
             got.accepted_at, got.prefill_s, got.decode_s,
@@ -81,7 +92,9 @@ class Bench:
         ks = [0, *self.options.k]
         out: list[Request] = []
         warm = False
-        with Progress("bench", self.options.rounds * len(self.rows) * len(ks), "answers", "tokens") as progress:
+        with Progress(
+            "bench", self.options.rounds * len(self.rows) * len(ks), "answers", "tokens"
+        ) as progress:
             for number in range(self.options.rounds):
                 path = rundir / "bench" / f"round-{number:03d}.json"
                 if path.is_file():
@@ -105,7 +118,11 @@ class Bench:
         if self.options.temperature > 0:
             return {}
         wanted = {r.row_id: r for r in self.rows}
-        stored = [s for s in states.read(rundir / "states", rundir.manifest("extract")["content"]) if s.row_id in wanted]
+        stored = [
+            s
+            for s in states.read(rundir / "states", rundir.manifest("extract")["content"])
+            if s.row_id in wanted
+        ]
         cut = [_cut(s, self.options.max_tokens) for s in stored]
         accepted = replay.accepted_lengths(self.drafter, self.embedding_VD, cut, max(self.options.k))
         return {k: replay.tau([replay.walk(a, k) for a in accepted]) for k in self.options.k}
@@ -120,24 +137,35 @@ class Bench:
         base: dict[str, list[int]] = {}
         for r in requests:
             if r.k == 0 and base.setdefault(r.prompt, r.ids) != r.ids:
-                raise ContractError(f"bench: the plain answer to {r.prompt} differs between rounds, so nothing can be compared.")
+                raise ContractError(
+                    f"bench: the plain answer to {r.prompt} differs between rounds, so nothing can be compared."
+                )
         prompts = {r.row_id: r.prompt_ids for r in self.rows}
         out: dict[int, Counter[str]] = {}
         for r in requests:
             if r.k and r.round == 0:
-                kind = "equal" if r.ids == base[r.prompt] else self._judge(prompts[r.prompt], base[r.prompt], r.ids)
+                kind = (
+                    "equal"
+                    if r.ids == base[r.prompt]
+                    else self._judge(prompts[r.prompt], base[r.prompt], r.ids)
+                )
                 out.setdefault(r.k, Counter(equal=0, near_tie=0, fault=0))[kind] += 1
         return {k: dict(v) for k, v in out.items()}
 
     def _judge(self, prompt: list[int], plain: list[int], drafted: list[int]) -> str:
-        at = next((i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b), min(len(plain), len(drafted)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b),
+            min(len(plain), len(drafted)),
+        )
         seen = next(self.engine.states([prompt + plain[:at]]))
         return "near_tie" if float(seen.gap_T[-1]) < NEAR_TIE else "fault"
 
 
 def _cut(row: RowStates, max_tokens: int) -> RowStates:
     end = row.start + max_tokens
-    return RowStates(row.row_id, row.ids_T[:end], row.aux_TLD[:end], row.last_TD[:end], row.top1_T[:end], row.start)
+    return RowStates(
+        row.row_id, row.ids_T[:end], row.aux_TLD[:end], row.last_TD[:end], row.top1_T[:end], row.start
+    )
 
 
 def _write_parquet(rundir: RunDir, requests: list[Request]) -> None:
@@ -151,7 +179,11 @@ def _write_parquet(rundir: RunDir, requests: list[Request]) -> None:
 def _print(cell: dict[str, Any]) -> None:
     s, c, t, out = cell["S"], cell["C"], cell["tau"], cell["outputs"]
     replayed = f" (replayed {cell['tau_replayed']:.3f})" if cell["tau_replayed"] else ""
-    same = f"; {out['equal']} answers equal, {out['near_tie']} differ at near ties, {out['fault']} elsewhere" if out else ""
+    same = (
+        f"; {out['equal']} answers equal, {out['near_tie']} differ at near ties, {out['fault']} elsewhere"
+        if out
+        else ""
+    )
     say(
         f"  k={cell['k']}: S {s['value']:.3f} [{s['low']:.3f}, {s['high']:.3f}], tau {t['value']:.3f}{replayed}, "
         f"C {c['value']:.3f}{same}"

@@ -35,18 +35,24 @@ def gather(folder: Path, target: Target | None) -> Facts:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise ContractError(f"{folder}/config.json cannot be read ({e}); is this a drafter folder?") from e
-    return Facts(folder, config, contracts.read(folder / "contract.json"), dialects.tensors_of(folder), target)
+    return Facts(
+        folder, config, contracts.read(folder / "contract.json"), dialects.tensors_of(folder), target
+    )
 
 
 def tensors_fit(f: Facts) -> Iterator[Finding]:
     for problem in dialects.misfits(f.tensors, f.contract):
-        yield Finding("tensors", "error", f"{f.folder}/model.safetensors: {problem}; the engine would leave it random")
+        yield Finding(
+            "tensors", "error", f"{f.folder}/model.safetensors: {problem}; the engine would leave it random"
+        )
 
 
 def values_finite(f: Facts) -> Iterator[Finding]:
     for name, tensor in f.tensors.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            yield Finding("finite", "error", f"{f.folder}/model.safetensors: {name} holds NaN or infinity; train again")
+            yield Finding(
+                "finite", "error", f"{f.folder}/model.safetensors: {name} holds NaN or infinity; train again"
+            )
 
 
 def config_says_contract(f: Facts) -> Iterator[Finding]:
@@ -54,7 +60,9 @@ def config_says_contract(f: Facts) -> Iterator[Finding]:
         found = f.config.get(key, "nothing")
         if found != value:
             yield Finding(
-                "config", "error", f"{f.folder}/config.json: {key} is {found!r}, the drafter was trained with {value!r}"
+                "config",
+                "error",
+                f"{f.folder}/config.json: {key} is {found!r}, the drafter was trained with {value!r}",
             )
 
 
@@ -67,23 +75,37 @@ def vocabulary_map(f: Facts) -> Iterator[Finding]:
         yield Finding("vocabulary", "error", f"{where} is {d2t.dtype}, t2d {t2d.dtype}; need int64 and bool")
         return
     kept = torch.arange(len(d2t)) + d2t
-    if bool((kept < 0).any()) or bool((kept >= c.vocab).any()):
-        absolute = bool((d2t.diff() > 0).all()) and torch.equal(d2t, t2d.nonzero().flatten())
-        hint = "it holds absolute ids: subtract arange" if absolute else "offsets must stay inside the target vocabulary"
-        yield Finding("vocabulary", "error", f"{where} maps to ids outside 0..{c.vocab - 1}; {hint}")
+    if torch.equal(d2t, t2d.nonzero().flatten()) and not torch.equal(kept, d2t):
+        yield Finding(
+            "vocabulary", "error", f"{where} holds absolute ids; engines add arange, so subtract it"
+        )
+    elif bool((kept < 0).any()) or bool((kept >= c.vocab).any()):
+        yield Finding(
+            "vocabulary",
+            "error",
+            f"{where} maps to ids outside 0..{c.vocab - 1}; offsets must stay inside the target vocabulary",
+        )
     elif not bool((kept.diff() > 0).all()):
-        yield Finding("vocabulary", "error", f"{where} is not strictly increasing after adding arange: ids repeat")
+        yield Finding(
+            "vocabulary", "error", f"{where} is not strictly increasing after adding arange: ids repeat"
+        )
     elif not torch.equal(kept, t2d.nonzero().flatten()):
         yield Finding("vocabulary", "error", f"{where} and t2d keep different ids")
     lost = [i for i in c.stop_ids if i < len(t2d) and not bool(t2d[i])]
     if lost:
-        yield Finding("vocabulary", "error", f"{where}: stop ids {lost} are outside the draft vocabulary; ends are never drafted")
+        yield Finding(
+            "vocabulary",
+            "error",
+            f"{where}: stop ids {lost} are outside the draft vocabulary; ends are never drafted",
+        )
 
 
 def layer_ids(f: Facts) -> Iterator[Finding]:
     ids, n = list(f.contract.aux_layers), f.contract.target_layers
     if sorted(set(ids)) != ids or not ids or ids[0] < 0 or ids[-1] > n:
-        yield Finding("layers", "error", f"{f.folder}/contract.json: aux layers {ids} are not ascending ids in 0..{n}")
+        yield Finding(
+            "layers", "error", f"{f.folder}/contract.json: aux layers {ids} are not ascending ids in 0..{n}"
+        )
 
 
 def same_target(f: Facts) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """check: drafter -> findings. Reads drafter/best and the target's facts; writes check.json.
 
-    eyas check RECIPE        eyas check DRAFTER_FOLDER --target TARGET_FOLDER
+eyas check RECIPE        eyas check DRAFTER_FOLDER --target TARGET_FOLDER
 """
 
 from pathlib import Path

@@ -46,7 +46,8 @@ class DraftSession:
         self.drafter, self.embedding = drafter, embedding_VD
         weight = drafter.fc.weight
         self.keys_NCE, self.values_NCE = (
-            torch.zeros(c.kv_heads, capacity, c.head_dim, dtype=weight.dtype, device=weight.device) for _ in range(2)
+            torch.zeros(c.kv_heads, capacity, c.head_dim, dtype=weight.dtype, device=weight.device)
+            for _ in range(2)
         )
         self.kept_W = drafter.kept_W
         self.length = 0  # entries with true states
@@ -81,7 +82,11 @@ class DraftSession:
         if len(token_T) > 1:
             mask = torch.arange(end, device=h_TD.device)[None] <= pos[:, None]
         attended = F.scaled_dot_product_attention(
-            query[None], self.keys_NCE[None, :, :end], self.values_NCE[None, :, :end], attn_mask=mask, enable_gqa=True
+            query[None],
+            self.keys_NCE[None, :, :end],
+            self.values_NCE[None, :, :end],
+            attn_mask=mask,
+            enable_gqa=True,
         )
         return self.drafter.finish(attended[0].transpose(0, 1).flatten(1), residual)
 
@@ -161,7 +166,9 @@ def _emit(out: Decoded, new: list[int], stop_ids: tuple[int, ...], max_tokens: i
     return len(new)
 
 
-def _verify(logits_TV: Tensor, drafts: list[int], temperature: float, rng: torch.Generator) -> tuple[int, int]:
+def _verify(
+    logits_TV: Tensor, drafts: list[int], temperature: float, rng: torch.Generator
+) -> tuple[int, int]:
     """How many drafts the target accepts, and the token of its own that follows them."""
     if temperature == 0:
         best = logits_TV.argmax(-1).tolist()

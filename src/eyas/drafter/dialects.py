@@ -124,7 +124,11 @@ def misfits(tensors: dict[str, Tensor], c: Contract) -> list[str]:
     """How the tensors differ from what the contract needs: missing, unknown, or of another shape."""
     wanted = shapes(c)
     out = [f'tensor "{n}" is missing' for n in wanted if n not in tensors]
-    out += [f'tensor "{n}" is not part of this drafter' for n in tensors if n not in wanted and n != "embed_tokens.weight"]
+    out += [
+        f'tensor "{n}" is not part of this drafter'
+        for n in tensors
+        if n not in wanted and n != "embed_tokens.weight"
+    ]
     out += [
         f'tensor "{n}" has shape {tuple(tensors[n].shape)}, expected {s}'
         for n, s in wanted.items()

@@ -93,7 +93,9 @@ class Drafter(nn.Module):
         return x, normed if self.contract.norms.before_residual else h_TD
 
     def query(self, x_T2D: Tensor, pos_T: Tensor) -> Tensor:
-        return rope(self.q_proj(x_T2D).unflatten(-1, (-1, self.contract.head_dim)), pos_T, self.contract.rope_theta)
+        return rope(
+            self.q_proj(x_T2D).unflatten(-1, (-1, self.contract.head_dim)), pos_T, self.contract.rope_theta
+        )
 
     def key_value(self, x_T2D: Tensor, pos_T: Tensor) -> tuple[Tensor, Tensor]:
         shape = (self.contract.kv_heads, self.contract.head_dim)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.drafter.batch import pack, usable
+from eyas.drafter.batch import Batch, pack, usable
 from eyas.drafter.network import Drafter, Step, unroll
 from eyas.stores.states import RowStates
 
@@ -60,7 +60,9 @@ def walk(accepted_M: Sequence[int], k: int) -> Walk:
 
 
 @torch.no_grad()
-def accepted_lengths(drafter: Drafter, embedding_VD: Tensor, rows: Sequence[RowStates], k: int) -> list[list[int]]:
+def accepted_lengths(
+    drafter: Drafter, embedding_VD: Tensor, rows: Sequence[RowStates], k: int
+) -> list[list[int]]:
     """For each usable row, the number of leading right drafts (0..k) at each of its live positions."""
     device = drafter.fc.weight.device
     kept_W = drafter.kept_W
@@ -70,7 +72,9 @@ def accepted_lengths(drafter: Drafter, embedding_VD: Tensor, rows: Sequence[RowS
         accepted = torch.zeros_like(batch.token_M)
         alive = torch.ones_like(batch.token_M, dtype=torch.bool)
 
-        def choose(step: Step, batch=batch, accepted=accepted, alive=alive) -> Tensor:
+        def choose(
+            step: Step, batch: Batch = batch, accepted: Tensor = accepted, alive: Tensor = alive
+        ) -> Tensor:
             drafted = kept_W[drafter.logits(step.h).argmax(-1)]
             right = drafted == batch.truth_M[step.live + step.k]
             alive[step.live] &= right

@@ -9,7 +9,7 @@ B rows, T tokens, L aux layers, D target width, V vocabulary.
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -42,7 +42,9 @@ def choose_dtype(wanted: str, device: str) -> Decision:
     words = set(cpuinfo.read_text(encoding="utf-8").split()) if cpuinfo.is_file() else set()
     if words & NATIVE_BF16_FLAGS:
         return Decision("bfloat16", "this CPU multiplies bfloat16 natively")
-    return Decision("float32", "this CPU has no bfloat16 instructions: batches would run several times slower")
+    return Decision(
+        "float32", "this CPU has no bfloat16 instructions: batches would run several times slower"
+    )
 
 
 class BufferLayer(CacheLayerMixin):
@@ -50,6 +52,8 @@ class BufferLayer(CacheLayerMixin):
     smaller length."""
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -62,7 +66,9 @@ class BufferLayer(CacheLayerMixin):
         self.keys, self.values = room(key_states), room(value_states)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]
@@ -104,7 +110,9 @@ class Seen(NamedTuple):
 class HFEngine:
     """A loaded target. Aux states are taken by hooks only while `capturing`."""
 
-    def __init__(self, target: Target, dtype: str, device: str, aux_layers: Sequence[int], remote_code: bool = False) -> None:
+    def __init__(
+        self, target: Target, dtype: str, device: str, aux_layers: Sequence[int], remote_code: bool = False
+    ) -> None:
         self.target, self.device, self.stop_ids = target, device, target.stop_ids
         self.aux_layers = list(aux_layers)
         self.model = _load(target, dtype, device, remote_code)
@@ -153,14 +161,19 @@ class HFEngine:
         return Pass(logits[0], self._aux()[0] if aux else None)
 
     def forget(self, cache: Cache, tokens: int) -> None:
-        for layer in cache.layers:
+        for layer in _buffers(cache):
             layer.length -= tokens
 
     # ---- batches ----
 
     @torch.inference_mode()
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, temperature: list[float], top_p: float, uniforms: list[np.ndarray]
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        temperature: list[float],
+        top_p: float,
+        uniforms: list[np.ndarray],
     ) -> list[Answer]:
         """Answer prompts of similar length together; finished rows leave the batch.
 
@@ -170,8 +183,8 @@ class HFEngine:
         pad = [longest - len(p) for p in prompts]
         ids = torch.tensor([[0] * n + p for n, p in zip(pad, prompts, strict=True)], device=self.device)
         mask = torch.zeros(len(prompts), longest + max_tokens, dtype=torch.long, device=self.device)
-        for row, n in enumerate(pad):
-            mask[row, n:] = 1
+        for i, n in enumerate(pad):
+            mask[i, n:] = 1
         padded = any(pad)
         first = torch.tensor(pad, device=self.device)
         heat = torch.tensor(temperature, device=self.device)
@@ -182,24 +195,33 @@ class HFEngine:
         at = longest
         positions = (torch.arange(longest, device=self.device)[None] - first[:, None]).clamp_min(0)
         for n in range(max_tokens):
-            extra = {"attention_mask": mask[:, :at]} if padded else {}
-            logits = self._forward(
-                ids, use_cache=True, logits_to_keep=1, position_ids=positions, **extra, **{self._cache_name: cache}
-            )[:, -1]
+            seen: dict[str, Any] = {
+                self._cache_name: cache,
+                "attention_mask": mask[:, :at] if padded else None,
+            }
+            logits = self._forward(ids, use_cache=True, logits_to_keep=1, position_ids=positions, **seen)[
+                :, -1
+            ]
             token = _choose(logits, heat, top_p, noise[:, n])
             done = []
             for i, t in enumerate(token.tolist()):
-                row = out[rows[i]]
-                if not (row and row[-1] in self.stop_ids):
-                    row.append(t)
-                done.append(row[-1] in self.stop_ids)
+                answer = out[rows[i]]
+                if not (answer and answer[-1] in self.stop_ids):
+                    answer.append(t)
+                done.append(answer[-1] in self.stop_ids)
             if all(done):
                 break
             if sum(done) >= COMPACT_AT * len(done):
                 stay = torch.tensor([i for i, d in enumerate(done) if not d], device=self.device)
                 rows = [rows[i] for i in stay.tolist()]
-                token, heat, noise, first, mask = token[stay], heat[stay], noise[stay], first[stay], mask[stay]
-                for layer in cache.layers:
+                token, heat, noise, first, mask = (
+                    token[stay],
+                    heat[stay],
+                    noise[stay],
+                    first[stay],
+                    mask[stay],
+                )
+                for layer in _buffers(cache):
                     layer.keep(stay)
             ids, positions = token[:, None], (at - first)[:, None]
             at += 1
@@ -219,6 +241,10 @@ class HFEngine:
             yield Seen(aux[i, :t], last[i, :t], best.indices[:, 0], best.values[:, 0] - best.values[:, 1])
 
 
+def _buffers(cache: Cache) -> list[BufferLayer]:
+    return cast(list[BufferLayer], cache.layers)
+
+
 def _choose(logits_BV: Tensor, heat_B: Tensor, top_p: float, uniform_B: Tensor) -> Tensor:
     """Argmax where the temperature is 0, a sample elsewhere."""
     best = logits_BV.argmax(-1)
@@ -235,7 +261,7 @@ def _load(target: Target, dtype: str, device: str, remote_code: bool) -> Any:
 
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             target.folder, dtype=getattr(torch, dtype), trust_remote_code=remote_code, local_files_only=True
         )
     except (ValueError, KeyError, ImportError, OSError) as e:
@@ -244,10 +270,14 @@ def _load(target: Target, dtype: str, device: str, remote_code: bool) -> Any:
             f"{' '.join(str(e).split())[:300]}"
         ) from e
     if len(model.get_decoder().layers) != target.layers:
-        raise UsageError(f"{target.folder}: {len(model.get_decoder().layers)} layers loaded, config.json says {target.layers}.")
+        raise UsageError(
+            f"{target.folder}: {len(model.get_decoder().layers)} layers loaded, config.json says {target.layers}."
+        )
     kinds = set(target.config.get("layer_types") or ["full_attention"])
     if not kinds <= {"full_attention", "sliding_attention"}:
-        raise UsageError(f"{target.folder}: layers of type {', '.join(sorted(kinds))} are not supported by the embedded engine.")
+        raise UsageError(
+            f"{target.folder}: layers of type {', '.join(sorted(kinds))} are not supported by the embedded engine."
+        )
     try:
         return model.to(device).eval().requires_grad_(False)
     except torch.OutOfMemoryError as e:

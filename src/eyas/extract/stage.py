@@ -38,13 +38,16 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     Raises ContractError when states are not finite or a check falls below its threshold.
     """
     recipe, target = resolved.recipe, resolved.target
-    engine = HFEngine(target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code)
+    engine = HFEngine(
+        target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code
+    )
     checker = _checker(resolved)
     rows = list(conversations.read(rundir / "conversations"))
     total = sum(len(r.ids) for r in rows)
     folder = rundir / "states"
     counts: Counter[str] = Counter()
-    shards, seconds, made = [], 0.0, 0
+    shards: list[dict[str, Any]] = []
+    seconds, made = 0.0, 0
     with Progress("extract", total, "tokens") as progress:
         for number, group in enumerate(_shards(rows, resolved)):
             path = folder / f"shard-{number:05d}.safetensors"
@@ -61,7 +64,9 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
                 seconds += time.perf_counter() - began
                 made += tokens
             counts.update(checks)
-            shards.append({"file": path.name, "sha256": file_hash(path), "rows": len(group), "tokens": tokens})
+            shards.append(
+                {"file": path.name, "sha256": file_hash(path), "rows": len(group), "tokens": tokens}
+            )
     agreement = _judge(counts)
     return rundir.finish(
         "extract",
@@ -112,7 +117,9 @@ class Checker(NamedTuple):
 def _checker(resolved: Resolved) -> Checker:
     target = resolved.target
     head = target.head_VD().to(resolved.device, getattr(torch, resolved.dtype))
-    return Checker(head, target.final_norm_D().to(resolved.device), target.eps, target.model_type in ONE_PLUS_WEIGHT)
+    return Checker(
+        head, target.final_norm_D().to(resolved.device), target.eps, target.model_type in ONE_PLUS_WEIGHT
+    )
 
 
 def _extract(
@@ -144,7 +151,14 @@ def _row_states(row: Row, seen: Seen, resolved: Resolved) -> RowStates:
             f"row {row.row_id} (prompt {row.prompt_id}): its states are not finite, or are not one per token. "
             f"The target computes in {resolved.dtype}; try --set target.dtype=float32."
         )
-    return RowStates(row.row_id, torch.tensor(row.ids, dtype=torch.int32), aux, last, seen.top1_T.cpu(), len(row.prompt_ids))
+    return RowStates(
+        row.row_id,
+        torch.tensor(row.ids, dtype=torch.int32),
+        aux,
+        last,
+        seen.top1_T.cpu(),
+        len(row.prompt_ids),
+    )
 
 
 def _check(row: Row, seen: Seen, checker: Checker) -> dict[str, int]:

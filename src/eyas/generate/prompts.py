@@ -128,4 +128,6 @@ def _prompt(value: Any, default_id: str, share: float) -> Prompt:
     if any("\ud800" <= c <= "\udfff" for t in turns for c in t):
         raise ValueError("holds half a surrogate pair, which is not text")
     held = is_held_out(turns[0], share)
-    return Prompt(str(value.get("id", default_id)), str(value.get("domain", "any")), tuple(turns), system, held)
+    return Prompt(
+        str(value.get("id", default_id)), str(value.get("domain", "any")), tuple(turns), system, held
+    )

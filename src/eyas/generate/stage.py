@@ -47,7 +47,9 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     options = recipe.generate
     prompts, bad = prompt_files.read(recipe.prompts)
     tokenizer = target.tokenizer(recipe.target.trust_remote_code)
-    engine = HFEngine(target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code)
+    engine = HFEngine(
+        target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code
+    )
     folder = rundir / "conversations"
     turns = max(len(p.turns) for p in prompts)
     total = sum(len(p.turns) * (1 if p.held_out else options.samples) for p in prompts)
@@ -77,10 +79,13 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
                     progress.add(len(rows), sum(len(r.completion_ids) for r in rows))
                 answers |= {r.row_id: r.completion_ids for r in rows}
     write_text(
-        folder / "quarantine.jsonl", "".join(json.dumps({"where": q.where, "reason": q.reason}) + "\n" for q in bad)
+        folder / "quarantine.jsonl",
+        "".join(json.dumps({"where": q.where, "reason": q.reason}) + "\n" for q in bad),
     )
     if bad:
-        say(f"  {len(bad)} prompt(s) left out, listed in {folder / 'quarantine.jsonl'}; the first: {bad[0].where}: {bad[0].reason}")
+        say(
+            f"  {len(bad)} prompt(s) left out, listed in {folder / 'quarantine.jsonl'}; the first: {bad[0].where}: {bad[0].reason}"
+        )
     return rundir.finish("generate", _figures(rundir, len(bad), made, seconds))
 
 
@@ -97,10 +102,14 @@ def _jobs(
             try:
                 ids = _render(prompt, turn, sample, answers, tokenizer, resolved)
             except (TemplateError, ValueError, TypeError) as e:
-                refused.append(Quarantined(prompt.prompt_id, f"turn {turn + 1}: the chat template refuses it: {e}"))
+                refused.append(
+                    Quarantined(prompt.prompt_id, f"turn {turn + 1}: the chat template refuses it: {e}")
+                )
                 continue
             if ids is None:
-                refused.append(Quarantined(prompt.prompt_id, f"turn {turn + 1}: the turn before it was left out"))
+                refused.append(
+                    Quarantined(prompt.prompt_id, f"turn {turn + 1}: the turn before it was left out")
+                )
             elif len(ids) + options.max_tokens > resolved.target.context:
                 reason = f"turn {turn + 1}: {len(ids)} prompt tokens + {options.max_tokens} exceed the context of {resolved.target.context}"
                 refused.append(Quarantined(prompt.prompt_id, reason))
@@ -132,8 +141,12 @@ def _render(
             answer = answers.get(_row_id(prompt, i, sample, resolved))
             if answer is None:
                 return None
-            messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+            messages.append(
+                {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
+            )
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"]
     return list(ids)
 
 
@@ -168,7 +181,7 @@ def _answer(engine: HFEngine, jobs: list[Job], options: GenerateSection, target:
 def _figures(rundir: RunDir, bad: int, made: int, seconds: float) -> dict[str, Any]:
     folder = rundir / "conversations"
     rows = list(conversations.read(folder))
-    tokens = Counter()
+    tokens: Counter[str] = Counter()
     for r in rows:
         tokens["prompt"] += len(r.prompt_ids)
         tokens[f"completion_{r.split}"] += len(r.completion_ids)

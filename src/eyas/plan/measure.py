@@ -23,8 +23,12 @@ def rates(resolved: Resolved, prompt_tokens: int) -> dict[str, float]:
     """decode_tokens_per_s (batch of generate.concurrency), pass_tokens_per_s, bench_tokens_per_s (one request),
     supervised_tokens_per_s (training at the recipe's TTT steps)."""
     recipe = resolved.recipe
-    engine = HFEngine(resolved.target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code)
-    prompt = torch.randint(3, resolved.target.vocab, (prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    engine = HFEngine(
+        resolved.target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code
+    )
+    prompt = torch.randint(
+        3, resolved.target.vocab, (prompt_tokens,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     rows = recipe.generate.concurrency
     never = HFEngineNeverStops(engine)
     batch = timed(lambda: never.generate(rows, prompt))
@@ -47,7 +51,9 @@ class HFEngineNeverStops:
         engine.stop_ids = ()
 
     def generate(self, rows: int, prompt: list[int]) -> None:
-        self.engine.generate([prompt] * rows, DECODE_TOKENS, [0.0] * rows, 1.0, [torch.zeros(DECODE_TOKENS).numpy()] * rows)
+        self.engine.generate(
+            [prompt] * rows, DECODE_TOKENS, [0.0] * rows, 1.0, [torch.zeros(DECODE_TOKENS).numpy()] * rows
+        )
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -5,6 +5,7 @@ Reads the recipe, the target's facts and the prompts; writes profile.json (rates
     eyas plan RECIPE
 """
 
+import math
 import shutil
 from typing import Any
 
@@ -47,7 +48,14 @@ def run(resolved: Resolved, rundir: RunDir, prompts: list[Any]) -> dict[str, Any
     _print(counts, disk, free, memory, seconds)
     return rundir.finish(
         "plan",
-        {"content": None, "tokens": counts, "disk_bytes": disk, "memory_bytes": memory, "seconds": seconds, "rates": rates},
+        {
+            "content": None,
+            "tokens": counts,
+            "disk_bytes": disk,
+            "memory_bytes": memory,
+            "seconds": seconds,
+            "rates": rates,
+        },
     )
 
 
@@ -59,7 +67,9 @@ def _tokens(resolved: Resolved, prompts: list[Any]) -> dict[str, int]:
     for prompt in prompts[:: max(1, len(prompts) // PROMPT_SAMPLE)]:
         messages = [{"role": "user", "content": prompt.turns[0]}]
         try:
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
         except (TemplateError, ValueError, TypeError):
             continue  # generate quarantines it with its reason
         lengths.append(len(ids))
@@ -81,9 +91,10 @@ def _parameters(resolved: Resolved) -> int:
 
     options = resolved.recipe.train
     norms = Norms(**options.norms.model_dump())
-    contract = for_target(resolved.target, resolved.aux_layers, norms, options.draft_vocab, options.ttt_steps, 0)
-    shapes = {n: s for n, s in dialects.shapes(contract).items() if n not in ("d2t", "t2d")}
-    return sum(a * b for a, b in ((s + (1,))[:2] for s in shapes.values()))
+    contract = for_target(
+        resolved.target, resolved.aux_layers, norms, options.draft_vocab, options.ttt_steps, 0
+    )
+    return sum(math.prod(s) for name, s in dialects.shapes(contract).items() if name not in ("d2t", "t2d"))
 
 
 def _disk(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:
@@ -102,7 +113,9 @@ def _disk(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:
 def _memory(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:
     """Peak by stage, roughly: weights, states held while training, optimizer (16 bytes a parameter)."""
     weights = sum(p.stat().st_size for p in set(resolved.target.files.values()))
-    loaded = weights * (2 if resolved.dtype == "float32" and resolved.target.config.get("dtype") == "bfloat16" else 1)
+    loaded = weights * (
+        2 if resolved.dtype == "float32" and resolved.target.config.get("dtype") == "bfloat16" else 1
+    )
     embedding = resolved.target.vocab * resolved.target.hidden * 4
     training = _parameters(resolved) * 16 + _disk(resolved, counts)["states"] + 2 * embedding
     return {"target": loaded, "train": training, "available": psutil.virtual_memory().available}
@@ -129,6 +142,8 @@ def _print(
         f"{counts['answers_held_out']} held-out answers), {counts['supervised_tokens']:,} supervised"
     )
     say(f"  disk: {', '.join(f'{name} {size(n)}' for name, n in disk.items())}; {size(free)} free")
-    say(f"  memory: target {size(memory['target'])}, training {size(memory['train'])}; {size(memory['available'])} available")
+    say(
+        f"  memory: target {size(memory['target'])}, training {size(memory['train'])}; {size(memory['available'])} available"
+    )
     parts = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items())
     say(f"  time, at most, at the rates just measured: {parts}; {duration(sum(seconds.values()))} in all")

@@ -27,7 +27,12 @@ def _axes(width: float = 5.6, height: float = 3.1) -> tuple[Figure, Any]:
 def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "eyas"}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+        )
     return buffer.getvalue().partition("<svg")[1] + buffer.getvalue().partition("<svg")[2]
 
 
@@ -36,7 +41,9 @@ def acceptance(by_domain: dict[str, Sequence[float]], overall: Sequence[float]) 
     figure, axes = _axes()
     x = range(1, len(overall) + 1)
     for (name, p), colour in zip(by_domain.items(), COLOURS * 4, strict=False):
-        axes.plot(x, [v * 100 for v in p], color=colour, linewidth=1.4, marker="o", markersize=3.5, label=name)
+        axes.plot(
+            x, [v * 100 for v in p], color=colour, linewidth=1.4, marker="o", markersize=3.5, label=name
+        )
     axes.plot(x, [v * 100 for v in overall], color=INK, linewidth=2.4, marker="o", markersize=5, label="all")
     axes.set_xticks(list(x))
     axes.set_ylim(0, None)
@@ -52,10 +59,12 @@ def losses(steps: Sequence[dict[str, Any]]) -> str:
     x, y = [s["step"] for s in steps], [s["loss"] for s in steps]
     axes.plot(x, y, color=COLOURS[0], linewidth=0.7, alpha=0.45)
     window = max(1, len(y) // 20)
-    mean = [sum(y[max(0, i - window + 1) : i + 1]) / len(y[max(0, i - window + 1) : i + 1]) for i in range(len(y))]
+    mean = [
+        sum(y[max(0, i - window + 1) : i + 1]) / len(y[max(0, i - window + 1) : i + 1]) for i in range(len(y))
+    ]
     axes.plot(x, mean, color=COLOURS[0], linewidth=2)
     axes.set_xlabel("optimizer step", color=INK)
-    axes.set_ylabel("loss (nats a token)", color=INK)
+    axes.set_ylabel("loss, summed over draft steps (nats)", color=INK)
     return _svg(figure)
 
 
@@ -87,10 +96,17 @@ def speedups(cells: Sequence[dict[str, Any]], wanted: float) -> str:
     )  # fmt: skip
     predicted = [(i, c["S_predicted"]) for i, c in enumerate(cells) if c["S_predicted"]]
     if predicted:
-        axes.plot(*zip(*predicted, strict=True), "D", color=COLOURS[1], markersize=6, label="predicted: replayed tau / C")
+        axes.plot(
+            *zip(*predicted, strict=True),
+            "D",
+            color=COLOURS[1],
+            markersize=6,
+            label="predicted: replayed tau / C",
+        )
     axes.axhline(1, color=INK, linewidth=1)
     axes.axhline(wanted, color=COLOURS[2], linewidth=1.4, linestyle="--", label=f"asked for: {wanted:.2f}x")
     axes.set_xlabel("k, drafted tokens a step", color=INK)
     axes.set_ylabel("speed-up", color=INK)
-    axes.legend(frameon=False, fontsize=8.5, loc="lower right")
+    axes.set_ylim(0, max(wanted, *(v["high"] for v in s)) * 1.3)
+    axes.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=2)
     return _svg(figure)

@@ -20,7 +20,9 @@ from eyas.rundir import RunDir, read_json, write_text
 
 def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     """Render report.html; returns its path and size. Everything that a model or a prompt wrote is escaped."""
-    made = {name: rundir.manifest(name) for name in ("generate", "extract", "train", "check", "bench", "verdict")}
+    made = {
+        name: rundir.manifest(name) for name in ("generate", "extract", "train", "check", "bench", "verdict")
+    }
     metrics = read_json(rundir / "drafter" / "best" / "metrics.json")
     record = read_json(rundir / "run.json")
     verdict, bench = made["verdict"], made["bench"]
@@ -78,7 +80,10 @@ def _checks(made: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
             "draft vocabulary",
             f"{vocabulary['size']:,} ids cover {vocabulary['coverage']:.2%} of the supervised tokens",
         ),
-        ("drafter", f"{len(made['check']['findings'])} findings, {'healthy' if made['check']['healthy'] else 'NOT healthy'}"),
+        (
+            "drafter",
+            f"{len(made['check']['findings'])} findings, {'healthy' if made['check']['healthy'] else 'NOT healthy'}",
+        ),
     ]
     if "greedy_agreement" in checks:
         out.insert(
@@ -98,12 +103,16 @@ def _stages(stages: dict[str, Any]) -> dict[str, dict[str, str]]:
         if name == "report":
             continue
         rates = record.get("rates") or {}
-        rate = ", ".join(f"{v:,.4g} {k.removesuffix('_per_s').replace('_', ' ')}/s" for k, v in rates.items() if v)
+        rate = ", ".join(
+            f"{v:,.4g} {k.removesuffix('_per_s').replace('_', ' ')}/s" for k, v in rates.items() if v
+        )
         out[name] = {"time": duration(record.get("seconds", 0)), "rate": rate}
     return out
 
 
-def _provenance(resolved: Resolved, record: dict[str, Any], made: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+def _provenance(
+    resolved: Resolved, record: dict[str, Any], made: dict[str, dict[str, Any]]
+) -> list[tuple[str, str]]:
     m = record["machine"]
     commit = f", commit {record['git']}" if record["git"] else ""
     return [

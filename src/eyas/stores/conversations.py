@@ -50,7 +50,9 @@ def write_part(path: Path, rows: Iterable[Row]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.Table.from_pylist([asdict(r) for r in rows], schema=_schema()), path, compression="zstd")
+    pq.write_table(
+        pa.Table.from_pylist([asdict(r) for r in rows], schema=_schema()), path, compression="zstd"
+    )
 
 
 def read_part(path: Path) -> list[Row]:
@@ -61,7 +63,9 @@ def read_part(path: Path) -> list[Row]:
     try:
         table = pq.read_table(path, schema=_schema())
     except (pa.ArrowException, OSError) as e:
-        raise ContractError(f"{path}: not a readable part of conversations ({e}). Run generate again with --from generate.") from e
+        raise ContractError(
+            f"{path}: not a readable part of conversations ({e}). Run generate again with --from generate."
+        ) from e
     return [Row(**r) for r in table.to_pylist()]
 
 

@@ -58,7 +58,8 @@ def write_shard(path: Path, rows: list[RowStates], checks: dict[str, int]) -> No
         "offsets": lengths.cumsum(0),
         "starts": torch.tensor([r.start for r in rows], dtype=torch.int32),
     }
-    save_file(tensors, path, metadata={"rows": json.dumps([r.row_id for r in rows]), "checks": json.dumps(checks)})
+    about = {"rows": [r.row_id for r in rows], "checks": checks}
+    save_file(tensors, path, metadata={"about": json.dumps(about)})  # one key: several have no fixed order
 
 
 def read_shard(path: Path) -> list[RowStates]:
@@ -67,13 +68,19 @@ def read_shard(path: Path) -> list[RowStates]:
 
     try:
         with safe_open(path, framework="pt") as f:
-            t: dict[str, Any] = {name: f.get_tensor(name) for name in ("ids", "aux", "last", "top1", "offsets", "starts")}
-            row_ids = json.loads(f.metadata()["rows"])
+            t: dict[str, Any] = {
+                name: f.get_tensor(name) for name in ("ids", "aux", "last", "top1", "offsets", "starts")
+            }
+            row_ids = json.loads(f.metadata()["about"])["rows"]
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
-        raise ContractError(f"{path}: not a readable states shard ({e}). Run extract again with --from extract.") from e
+        raise ContractError(
+            f"{path}: not a readable states shard ({e}). Run extract again with --from extract."
+        ) from e
     edges = t["offsets"].tolist()
     if len(edges) != len(row_ids) + 1 or edges[-1] != len(t["ids"]) or len(t["aux"]) != len(t["ids"]):
-        raise ContractError(f"{path}: {len(row_ids)} rows and {len(t['ids'])} ids do not fit its offsets. Run extract again.")
+        raise ContractError(
+            f"{path}: {len(row_ids)} rows and {len(t['ids'])} ids do not fit its offsets. Run extract again."
+        )
     return [
         RowStates(row_id, t["ids"][a:b], t["aux"][a:b], t["last"][a:b], t["top1"][a:b], int(start))
         for row_id, a, b, start in zip(row_ids, edges, edges[1:], t["starts"].tolist(), strict=False)
@@ -86,9 +93,11 @@ def read_checks(path: Path) -> dict[str, int]:
 
     try:
         with safe_open(path, framework="pt") as f:
-            return json.loads(f.metadata()["checks"])
+            return json.loads(f.metadata()["about"])["checks"]
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
-        raise ContractError(f"{path}: not a readable states shard ({e}). Run extract again with --from extract.") from e
+        raise ContractError(
+            f"{path}: not a readable states shard ({e}). Run extract again with --from extract."
+        ) from e
 
 
 def read(folder: Path, shards: list[dict[str, Any]]) -> Iterator[RowStates]:
@@ -101,9 +110,13 @@ def read(folder: Path, shards: list[dict[str, Any]]) -> Iterator[RowStates]:
     for shard in shards:
         path = folder / shard["file"]
         if not path.is_file():
-            raise ContractError(f"{path} is missing, though {folder}/manifest.json names it. Run extract again.")
+            raise ContractError(
+                f"{path} is missing, though {folder}/manifest.json names it. Run extract again."
+            )
         with path.open("rb") as f:
             found = hashlib.file_digest(f, "sha256").hexdigest()
         if found != shard["sha256"]:
-            raise ContractError(f"{path}: checksum {found[:12]}… where the manifest has {shard['sha256'][:12]}…. Run extract again.")
+            raise ContractError(
+                f"{path}: checksum {found[:12]}… where the manifest has {shard['sha256'][:12]}…. Run extract again."
+            )
         yield from read_shard(path)

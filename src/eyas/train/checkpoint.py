@@ -27,7 +27,9 @@ def save(path: Path, drafter: Drafter, optimizer: torch.optim.AdamW, place: dict
             if parameter in optimizer.state:
                 tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
     with atomic(path) as tmp:
-        save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, tmp, metadata={"place": json.dumps(place)})
+        save_file(
+            {n: t.cpu().contiguous() for n, t in tensors.items()}, tmp, metadata={"place": json.dumps(place)}
+        )
 
 
 def load(path: Path, drafter: Drafter, optimizer: torch.optim.AdamW) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def load(path: Path, drafter: Drafter, optimizer: torch.optim.AdamW) -> dict[str
     try:
         with safe_open(path, framework="pt") as f:
             place = json.loads(f.metadata()["place"])
-            tensors = {name: f.get_tensor(name) for name in f.keys()}
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
         with torch.no_grad():
             drafter.d2t_W.copy_(tensors["d2t_W"])
             for name, parameter in drafter.named_parameters():
@@ -44,5 +46,7 @@ def load(path: Path, drafter: Drafter, optimizer: torch.optim.AdamW) -> dict[str
                     moments = {m: tensors[f"{m}.{name}"].to(parameter.device) for m in MOMENTS}
                     optimizer.state[parameter] = {"step": torch.tensor(float(place["step"])), **moments}
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
-        raise ContractError(f"{path}: not a readable training state ({e}). Train again with --from train.") from e
+        raise ContractError(
+            f"{path}: not a readable training state ({e}). Train again with --from train."
+        ) from e
     return place

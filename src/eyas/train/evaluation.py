@@ -22,7 +22,11 @@ def evaluate(
     select_k = min(3, max_k)
     for domain in sorted(set(domains)):
         walks = [replay.walk(a, select_k) for a, d in zip(accepted, domains, strict=True) if d == domain]
-        by_domain[domain] = {"conversations": len(walks), "tau": replay.tau(walks), "p": replay.positions(walks)}
+        by_domain[domain] = {
+            "conversations": len(walks),
+            "tau": replay.tau(walks),
+            "p": replay.positions(walks),
+        }
     every = [m for a in accepted for m in a]
     p_all = [sum(m > i for m in every) / len(every) for i in range(max_k)]
     return {

@@ -21,7 +21,9 @@ def replace_folder(folder: Path, drafter: Drafter, metrics: dict[str, Any]) -> N
                 folder.rename(Path(tmp) / "old")
             (Path(tmp) / "new").rename(folder)
     except OSError as e:
-        raise SurroundingsError(f"cannot write {folder}: {e.strerror}. Free space; the training state is kept.") from e
+        raise SurroundingsError(
+            f"cannot write {folder}: {e.strerror}. Free space; the training state is kept."
+        ) from e
 
 
 def open_steps(path: Path, step: int) -> Any:
@@ -63,5 +65,7 @@ def board(rundir: RunDir, loggers: tuple[str, ...]) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as e:
-        raise SurroundingsError("report.loggers names tensorboard, which is not installed: pip install 'eyas[tensorboard]'") from e
+        raise SurroundingsError(
+            "report.loggers names tensorboard, which is not installed: pip install 'eyas[tensorboard]'"
+        ) from e
     return SummaryWriter(str(rundir / "train" / "tensorboard"))

@@ -27,7 +27,9 @@ def epoch_steps(lengths: Sequence[int], tokens_per_step: int, seed: int, epoch: 
 def micro_batches(rows: Sequence[int], lengths: Sequence[int], micro_tokens: int) -> list[list[int]]:
     """A step's rows in batches of similar length, at most micro_tokens each when padded to the longest."""
     batches: list[list[int]] = []
-    for i in sorted(rows, key=lambda r: -lengths[r]):  # the longest first: memory runs out at once or not at all
+    for i in sorted(
+        rows, key=lambda r: -lengths[r]
+    ):  # the longest first: memory runs out at once or not at all
         if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > micro_tokens:
             batches.append([])
         batches[-1].append(i)

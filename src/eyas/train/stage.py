@@ -47,7 +47,10 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     """
     options = resolved.recipe.train
     data = _load(resolved, rundir)
-    always = {*resolved.target.stop_ids, *resolved.target.tokenizer(resolved.recipe.target.trust_remote_code).all_special_ids}
+    always = {
+        *resolved.target.stop_ids,
+        *resolved.target.tokenizer(resolved.recipe.target.trust_remote_code).all_special_ids,
+    }
     vocab = vocabulary.choose(
         (r.ids_T[r.start :] for r in data.train),
         (r.ids_T[: r.start] for r in data.train),
@@ -65,11 +68,18 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
         {
             "content": {"drafter/best": file_hash(rundir / "drafter" / "best" / "model.safetensors")},
             "best": best,
-            "vocabulary": {"size": len(vocab.kept_W), "coverage": vocab.coverage, "distinct": vocab.distinct, "filled": vocab.filled},
+            "vocabulary": {
+                "size": len(vocab.kept_W),
+                "coverage": vocab.coverage,
+                "distinct": vocab.distinct,
+                "filled": vocab.filled,
+            },
             "rows": {"train": len(data.train), "held_out": len(data.held_out)},
             "supervised_tokens": trainer.supervised,
             "parameters": sum(p.numel() for p in trainer.drafter.parameters()),
-            "rates": {"supervised_tokens_per_s": trainer.trained_now / max(time.perf_counter() - began, 1e-9)},
+            "rates": {
+                "supervised_tokens_per_s": trainer.trained_now / max(time.perf_counter() - began, 1e-9)
+            },
         },
     )
 
@@ -81,7 +91,9 @@ def _load(resolved: Resolved, rundir: RunDir) -> Data:
     for row in states.read(rundir / "states", manifest["content"]):
         said = rows.get(row.row_id)
         if said is None or said.ids != row.ids_T.tolist():
-            raise ContractError(f"states row {row.row_id} is not in {rundir / 'conversations'} with these ids. Run extract again.")
+            raise ContractError(
+                f"states row {row.row_id} is not in {rundir / 'conversations'} with these ids. Run extract again."
+            )
         if not usable(row):
             continue
         if said.split == "train":
@@ -134,7 +146,9 @@ class Trainer:
         )
         self.teacher = make_teacher(resolved, vocab.kept_W)
         self.drafter = Drafter(self.contract)
-        self.drafter.reset(self.options.seed, vocab.kept_W, self.teacher.head_WD.cpu(), self.teacher.norm_D.cpu())
+        self.drafter.reset(
+            self.options.seed, vocab.kept_W, self.teacher.head_WD.cpu(), self.teacher.norm_D.cpu()
+        )
         self.drafter.to(self.device)
         self.optimizer = torch.optim.AdamW(
             self.drafter.parameters(), lr=self.options.lr, betas=BETAS, weight_decay=WEIGHT_DECAY
@@ -142,7 +156,9 @@ class Trainer:
         self.lengths = [len(r) for r in data.train]
         self.pairs = [len(r) - r.start - 1 for r in data.train]
         self.supervised = sum(self.pairs)
-        self.micro = MICRO_TOKENS[self.device] if self.options.micro_tokens == "auto" else self.options.micro_tokens
+        self.micro = (
+            MICRO_TOKENS[self.device] if self.options.micro_tokens == "auto" else self.options.micro_tokens
+        )
         self.plan = [
             schedule.epoch_steps(self.lengths, self.options.tokens_per_step, self.options.seed, e)
             for e in range(self.options.epochs)
@@ -153,14 +169,18 @@ class Trainer:
 
     def train(self) -> None:
         """All epochs from where train/state stands; nothing to do when it stands at the end."""
-        place = {"step": 0, "epoch": 0, "best": 0.0}
+        place: dict[str, Any] = {"step": 0, "epoch": 0, "best": 0.0}
         if self.state_file.is_file():
             place = checkpoint.load(self.state_file, self.drafter, self.optimizer)
             say(f"  resuming at step {place['step']} of {self.total_steps}")
         log = records.open_steps(self.rundir / "train" / "steps.jsonl", place["step"])
         saved = time.monotonic()
         done_before = [sum(map(len, self.plan[:e])) for e in range(len(self.plan))]
-        with log, records.board(self.rundir, self.loggers) as board, Progress("train", self.total_steps, "steps", "supervised tokens", place["step"]) as progress:
+        with (
+            log,
+            records.board(self.rundir, self.loggers) as board,
+            Progress("train", self.total_steps, "steps", "supervised tokens", place["step"]) as progress,
+        ):
             for epoch in range(place["epoch"], len(self.plan)):
                 for rows in self.plan[epoch][place["step"] - done_before[epoch] :]:
                     record = self._step(rows, place["step"])
@@ -189,7 +209,9 @@ class Trainer:
         for batch_rows in schedule.micro_batches(rows, self.lengths, self.micro):
             batch = pack([self.data.train[i] for i in batch_rows], self.device)
             with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
-                loss = ttt_loss(self.drafter, self.teacher, batch, self.options.ttt_steps, self.options.ttt_decay)
+                loss = ttt_loss(
+                    self.drafter, self.teacher, batch, self.options.ttt_steps, self.options.ttt_decay
+                )
             (loss.total / pairs).backward()
             loss_sum += float(loss.total.detach())
             for k, (h, n) in enumerate(zip(loss.hits, loss.pairs, strict=True)):
@@ -228,4 +250,10 @@ class Trainer:
         rounded = Drafter(self.contract)
         rounded.load_state_dict(self.drafter.state_dict())
         rounded.to(getattr(torch, self.contract.dtype)).float().to(self.device).eval()
-        return evaluation.evaluate(rounded, self.teacher.embedding_VD, self.data.held_out, self.data.domains, max(EVAL_K, self.options.ttt_steps))
+        return evaluation.evaluate(
+            rounded,
+            self.teacher.embedding_VD,
+            self.data.held_out,
+            self.data.domains,
+            max(EVAL_K, self.options.ttt_steps),
+        )

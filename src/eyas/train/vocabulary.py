@@ -31,7 +31,9 @@ def choose(
     order = torch.sort(rank, descending=True, stable=True).indices  # ties: the lower id first
     kept = order[:size].sort().values
     total = int(counts.sum())
-    return Vocabulary(kept, float(counts[kept].sum()) / max(total, 1), distinct, int((counts[kept] == 0).sum()))
+    return Vocabulary(
+        kept, float(counts[kept].sum()) / max(total, 1), distinct, int((counts[kept] == 0).sum())
+    )
 
 
 def _count(rows: Iterable[Tensor], vocab: int) -> Tensor:

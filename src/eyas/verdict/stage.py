@@ -35,7 +35,14 @@ def decide(bench: dict[str, Any], options: VerdictSection, facts: dict[str, Any]
     load = f"{bench['engine']} at concurrency {bench['concurrency']} ({bench['dtype']}, {bench['device']})"
     if not valid:
         reasons = [f"k={c['k']}: {c['refused']}" for c in cells] or ["nothing was measured"]
-        return {"ship": False, "k": None, "load": load, "sentence": f"NO: no valid measurement for {load}.", "reasons": reasons, "cells": cells}
+        return {
+            "ship": False,
+            "k": None,
+            "load": load,
+            "sentence": f"NO: no valid measurement for {load}.",
+            "reasons": reasons,
+            "cells": cells,
+        }
     best = max(valid, key=lambda c: c["S"]["low"])
     ship = best["S"]["low"] >= options.min_speedup
     s = best["S"]
@@ -45,7 +52,9 @@ def decide(bench: dict[str, Any], options: VerdictSection, facts: dict[str, Any]
         if ship
         else f"NO: do not ship it for {load}: best is {interval}, and {options.min_speedup:.2f}x was asked for."
     )
-    reasons = _reasons(best, ship, options, facts) + [f"k={c['k']} is left out: {c['refused']}" for c in cells if c["refused"]]
+    reasons = _reasons(best, ship, options, facts) + [
+        f"k={c['k']} is left out: {c['refused']}" for c in cells if c["refused"]
+    ]
     return {
         "ship": ship, "k": best["k"] if ship else None, "best_k": best["k"], "load": load, "confidence": options.confidence,
         "sentence": sentence, "reasons": reasons, "cells": cells,
@@ -67,7 +76,11 @@ def _reasons(best: dict[str, Any], ship: bool, options: VerdictSection, facts: d
     ]
     if replayed:
         gap = abs(tau / replayed - 1)
-        agrees = "agree, so the engine runs what was trained" if gap <= TAU_AGREES else "DISAGREE: look for a loading fault"
+        agrees = (
+            "agree, so the engine runs what was trained"
+            if gap <= TAU_AGREES
+            else "DISAGREE: look for a loading fault"
+        )
         out.append(f"replayed {replayed:.3f} and served {tau:.3f} tokens a step {agrees} ({gap:.1%} apart)")
         apart = abs(best["S_predicted"] / best["S"]["value"] - 1)
         within = "within" if apart <= SPEED_AGREES else "NOT within"
@@ -76,7 +89,9 @@ def _reasons(best: dict[str, Any], ship: bool, options: VerdictSection, facts: d
         )
     faults = (best["outputs"] or {}).get("fault", 0)
     if faults:
-        out.append(f"{faults} greedy answers differ from the plain ones away from near ties: the output is not the target's")
+        out.append(
+            f"{faults} greedy answers differ from the plain ones away from near ties: the output is not the target's"
+        )
     if not ship and tau < options.min_speedup * cost:
         out.append(
             f"it needs {options.min_speedup * cost:.2f} tokens a step; it learned from {facts['supervised_tokens']:,} supervised "

@@ -1,0 +1,103 @@
+"""Figures of the bench by hand, and the decision."""
+
+import pytest
+
+from eyas.bench import measure
+from eyas.bench.measure import Request
+from eyas.drafter.replay import Interval
+from eyas.recipe import VerdictSection
+from eyas.verdict.stage import decide
+
+
+def request(prompt, k, tokens, steps, accepted, seconds, round_=0):
+    return Request(round_, prompt, "d", k, 5, list(range(tokens)), "length", steps, accepted, 0.1, seconds)
+
+
+def test_speed_cost_and_acceptance_of_one_prompt():
+    """Plain: 10 tokens after the first in 10 s. k=2: the same in 5 passes of 1.5 s, 5 of 10 drafts accepted."""
+    rows = [request("a", 0, 11, 10, [], 10.0), request("a", 2, 11, 5, [4, 1], 7.5)]
+    (cell,) = measure.cells(rows, 0.95)
+    assert cell["S"] == pytest.approx({"value": 10 / 7.5, "low": 10 / 7.5, "high": 10 / 7.5})
+    assert cell["C"]["value"] == pytest.approx(1.5)
+    assert cell["tau"]["value"] == pytest.approx(2.0)
+    assert cell["p"] == pytest.approx([0.8, 0.2])
+    assert cell["tokens_per_s"] == pytest.approx(10 / 7.5)
+    assert cell["refused"] is None
+
+
+def test_prompts_are_pooled_by_time_not_averaged_by_ratio():
+    rows = [
+        request("a", 0, 11, 10, [], 10.0), request("a", 1, 11, 10, [0], 20.0),
+        request("b", 0, 101, 100, [], 100.0), request("b", 1, 101, 50, [50], 50.0),
+    ]  # fmt: skip
+    (cell,) = measure.cells(rows, 0.95)
+    assert cell["S"]["value"] == pytest.approx(110 / 70)
+    assert cell["S"]["low"] == pytest.approx(0.5) and cell["S"]["high"] == pytest.approx(2.0)
+
+
+def test_an_answer_of_one_token_is_left_out():
+    rows = [
+        request("a", 0, 1, 0, [], 0.0), request("a", 1, 1, 0, [0], 0.0),
+        request("b", 0, 3, 2, [], 2.0), request("b", 1, 3, 1, [1], 1.5),
+    ]  # fmt: skip
+    assert measure.cells(rows, 0.95)[0]["S"]["value"] == pytest.approx(2 / 1.5)
+
+
+def test_a_speedup_above_tau_is_refused():
+    assert "cannot be cheaper" in measure.refused(Interval(2.1, 1.9, 2.3), Interval(2.0, 1.9, 2.1))
+    assert measure.refused(Interval(1.9, 1.8, 2.0), Interval(2.0, 1.9, 2.1)) is None
+
+
+def test_each_k_comes_first_in_turn():
+    assert [measure.order([0, 1, 2], i) for i in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
+
+
+def bench(*cells):
+    return {"engine": "hf", "concurrency": 1, "dtype": "float32", "device": "cpu", "cells": list(cells)}
+
+
+def cell(k, s, c, tau, replayed=None, refused=None, fault=0):
+    def spot(v, spread=0.02):
+        return {"value": v, "low": v - spread, "high": v + spread}
+
+    return {
+        "k": k, "S": spot(s), "C": spot(c), "tau": spot(tau), "tau_replayed": replayed or tau, "refused": refused,
+        "outputs": {"equal": 5, "near_tie": 0, "fault": fault},
+    }  # fmt: skip
+
+
+FACTS = {"supervised_tokens": 1000}
+
+
+def test_it_ships_the_k_whose_interval_is_highest():
+    v = decide(bench(cell(1, 1.2, 1.2, 1.44), cell(3, 1.5, 1.4, 2.1)), VerdictSection(), FACTS)
+    assert v["ship"] and v["k"] == 3 and v["sentence"].startswith("YES")
+    assert v["cells"][1]["S_predicted"] == pytest.approx(1.5)
+    assert any("agree, so the engine runs what was trained" in r for r in v["reasons"])
+
+
+def test_the_lower_end_decides():
+    v = decide(bench(cell(1, 1.06, 1.2, 1.27)), VerdictSection(min_speedup=1.05), FACTS)
+    assert not v["ship"] and v["k"] is None and v["best_k"] == 1
+    assert any("interval is too wide" in r for r in v["reasons"])
+
+
+def test_a_no_names_what_it_would_need():
+    v = decide(bench(cell(1, 0.85, 1.2, 1.02)), VerdictSection(), FACTS)
+    assert v["sentence"].startswith("NO") and any("needs 1.26 tokens a step" in r for r in v["reasons"])
+
+
+def test_served_below_replayed_is_said():
+    v = decide(bench(cell(1, 0.9, 1.2, 1.08, replayed=1.6)), VerdictSection(), FACTS)
+    assert any("DISAGREE" in r for r in v["reasons"]) and any("NOT within" in r for r in v["reasons"])
+
+
+def test_other_output_is_said():
+    v = decide(bench(cell(1, 1.5, 1.2, 1.8, fault=2)), VerdictSection(), FACTS)
+    assert any("2 greedy answers differ" in r for r in v["reasons"])
+
+
+def test_without_a_valid_measurement_it_is_no():
+    v = decide(bench(cell(1, 2.5, 0.8, 2.0, refused="broken")), VerdictSection(), FACTS)
+    assert not v["ship"] and "no valid measurement" in v["sentence"]
+    assert not decide(bench(), VerdictSection(), FACTS)["ship"]

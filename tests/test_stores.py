@@ -1,0 +1,56 @@
+import pytest
+import torch
+
+from eyas.errors import ContractError
+from eyas.stores import conversations, states
+from eyas.stores.conversations import Row
+from tests.conftest import random_row
+
+
+def test_conversations_come_back_as_written(tmp_path):
+    rows = [
+        Row(f"{i}", f"p{i}", "d", "train", 0, 0, [1, 2], [3 + i], "stop", 0.8, 1.0, "f") for i in range(3)
+    ]
+    conversations.write_part(tmp_path / "part-00000.parquet", rows[:2])
+    conversations.write_part(tmp_path / "part-00001.parquet", rows[2:])
+    assert list(conversations.read(tmp_path)) == rows
+    assert rows[0].ids == [1, 2, 3]
+
+
+def test_a_torn_part_is_refused(tmp_path):
+    path = tmp_path / "part-00000.parquet"
+    conversations.write_part(path, [Row("0", "p", "d", "train", 0, 0, [1], [2], "stop", 0.0, 1.0, "f")])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ContractError, match="part-00000"):
+        list(conversations.read(tmp_path))
+
+
+def test_states_come_back_bitwise_with_their_rows(tmp_path):
+    rows = [random_row(9, 3, 1), random_row(5, 2, 2)]
+    states.write_shard(tmp_path / "s.safetensors", rows, {"positions": 14})
+    back = states.read_shard(tmp_path / "s.safetensors")
+    for a, b in zip(rows, back, strict=True):
+        assert (a.row_id, a.start, len(a)) == (b.row_id, b.start, len(b))
+        assert (
+            torch.equal(a.ids_T, b.ids_T)
+            and torch.equal(a.aux_TLD, b.aux_TLD)
+            and torch.equal(a.last_TD, b.last_TD)
+        )
+    assert states.read_checks(tmp_path / "s.safetensors") == {"positions": 14}
+
+
+def test_a_truncated_or_missing_shard_is_refused(tmp_path):
+    path = tmp_path / "s.safetensors"
+    states.write_shard(path, [random_row(9, 3, 1)], {})
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ContractError, match="not a readable states shard"):
+        states.read_shard(path)
+    with pytest.raises(ContractError, match="checksum"):
+        list(states.read(tmp_path, [{"file": "s.safetensors", "sha256": "0"}]))
+    with pytest.raises(ContractError, match="is missing"):
+        list(states.read(tmp_path, [{"file": "t.safetensors", "sha256": "0"}]))
+
+
+def test_bytes_of_a_token():
+    """Kimi-K2.5: four states of 7168 in bf16 are 57,344 bytes; eyas adds an id and a top-1 of 4 bytes each."""
+    assert states.bytes_per_token(3, 7168, 2, 2) - 8 == 57_344
