@@ -111,7 +111,9 @@ def _convert(gguf: Path, out: Path) -> None:
         raise SurroundingsError(f"fetch needs the package {e.name}: pip install 'eyas[fetch]'") from e
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     say("converting GGUF to bfloat16 safetensors (about a minute) …")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model: Any = AutoModelForCausalLM.from_pretrained(

@@ -1,0 +1,50 @@
+"""What every benchmark shares: interleaved rounds, a table, a result file with machine, versions and settings."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from eyas import __version__
+from eyas.pipeline import machine
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+
+
+def rounds(work: dict[str, Callable[[], int]], count: int) -> dict[str, list[float]]:
+    """Tokens per second of each candidate, `count` times, interleaved, after one warm-up each."""
+    for job in work.values():
+        job()
+    rates: dict[str, list[float]] = {name: [] for name in work}
+    for i in range(count):
+        names = list(work) if i % 2 == 0 else list(work)[::-1]
+        for name in names:
+            began = time.perf_counter()
+            tokens = work[name]()
+            rates[name].append(tokens / (time.perf_counter() - began))
+    return rates
+
+
+def report(name: str, baseline: str, rates: dict[str, list[float]], settings: dict[str, Any]) -> None:
+    """Print medians and ratios of paired rounds, and write docs/results/NAME.json."""
+    print(f"{'':<28}{'tokens/s':>10}{'ratio':>8}   range of paired ratios")
+    rows = {}
+    for candidate, values in rates.items():
+        ratios = [a / b for a, b in zip(values, rates[baseline], strict=True)]
+        row = {
+            "tokens_per_s": statistics.median(values),
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+        }
+        rows[candidate] = row
+        print(
+            f"{candidate:<28}{row['tokens_per_s']:>10.1f}{row['ratio']:>8.3f}   {min(ratios):.3f} to {max(ratios):.3f}"
+        )
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    body = {"benchmark": name, "baseline": baseline, "rows": rows, "settings": settings}
+    body |= {"eyas": __version__, "machine": machine(), "date": time.strftime("%Y-%m-%d")}
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {path.relative_to(RESULTS.parents[1])}")
