@@ -15,6 +15,7 @@ STAGES = {"plan", "generate", "extract", "train", "check", "bench", "verdict", "
 # From the bottom up: a module imports from its own layer's siblings or from below.
 LAYERS = [
     {"errors", "progress"},
+    {"interrupt"},
     {"target"},
     {"contract", "causes"},
     {"stores"},
@@ -23,6 +24,7 @@ LAYERS = [
     {"recipe", "rundir"},
     {"fetch", *STAGES},
     {"pipeline"},
+    {"upkeep"},
     {"cli"},
     {"__main__"},
 ]
@@ -67,6 +69,9 @@ FROZEN = {
     **{name: COMMON for name in ("plan", "generate", "extract", "train", "bench", "verdict", "report")},
     "check": [*COMMON, "--target"],
     "fetch": ["name", "--models", "--json"],
+    "status": COMMON,
+    "clean": ["recipe", "--run", "--yes", "--json"],
+    "init": ["--target", "--name", "--out"],
     "recipe": {"show": COMMON},
 }
 

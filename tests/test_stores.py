@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from eyas.errors import ContractError
+from eyas.rundir import file_hash
 from eyas.stores import conversations, states
 from eyas.stores.conversations import Row
 from tests.conftest import random_row
@@ -28,7 +29,8 @@ def test_a_torn_part_is_refused(tmp_path):
 def test_states_come_back_bitwise_with_their_rows(tmp_path):
     rows = [random_row(9, 3, 1), random_row(5, 2, 2)]
     states.write_shard(tmp_path / "s.safetensors", rows, {"positions": 14})
-    back = states.read_shard(tmp_path / "s.safetensors")
+    shard = {"file": "s.safetensors", "sha256": file_hash(tmp_path / "s.safetensors")}
+    back = [ref.load() for ref in states.refs(tmp_path, [shard])]
     for a, b in zip(rows, back, strict=True):
         assert (a.row_id, a.start, len(a)) == (b.row_id, b.start, len(b))
         assert (
@@ -43,14 +45,15 @@ def test_a_truncated_or_missing_shard_is_refused(tmp_path):
     path = tmp_path / "s.safetensors"
     states.write_shard(path, [random_row(9, 3, 1)], {})
     path.write_bytes(path.read_bytes()[:-10])
+    torn = {"file": path.name, "sha256": file_hash(path)}
     with pytest.raises(ContractError, match="not a readable states shard"):
-        states.read_shard(path)
+        states.refs(tmp_path, [torn])
     with pytest.raises(ContractError, match="checksum"):
-        list(states.read(tmp_path, [{"file": "s.safetensors", "sha256": "0"}]))
+        states.refs(tmp_path, [{"file": "s.safetensors", "sha256": "0"}])
     with pytest.raises(ContractError, match="is missing"):
-        list(states.read(tmp_path, [{"file": "t.safetensors", "sha256": "0"}]))
+        states.refs(tmp_path, [{"file": "t.safetensors", "sha256": "0"}])
 
 
 def test_bytes_of_a_token():
     """Kimi-K2.5: four states of 7168 in bf16 are 57,344 bytes; eyas adds an id and a top-1 of 4 bytes each."""
-    assert states.bytes_per_token(3, 7168, 2, 2) - 8 == 57_344
+    assert states.bytes_per_token(3, 7168, 2, 2) - states.ID_BYTES == 57_344

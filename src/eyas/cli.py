@@ -2,6 +2,7 @@
 70 a bug, 130 interrupted."""
 
 import json
+import shlex
 import sys
 import tempfile
 import traceback
@@ -132,6 +133,55 @@ def fetch(name: str, models: str, as_json: bool) -> None:
     emit({"folder": str(fetching.fetch(name, Path(models)))}, as_json)
 
 
+@eyas.command()
+@common
+def status(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool) -> None:
+    """Where a run stands: each stage done, stale (and why), begun or missing."""
+    from eyas import pipeline, upkeep
+
+    resolved, rundir, _ = pipeline.open_run(recipe, sets, folder)
+    rows = upkeep.status(resolved, rundir)
+    emit([r._asdict() for r in rows], as_json)
+    if not as_json:
+        click.echo("\n".join([f"run {rundir.root}", *upkeep.show_status(rows)]))
+
+
+@eyas.command()
+@click.argument("recipe", metavar="RECIPE|RUN")
+@click.option("--run", "folder", metavar="DIR", help="Run folder (default: runs/NAME).")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+def clean(recipe: str, folder: str | None, yes: bool, as_json: bool) -> None:
+    """Free space in a finished run; the best drafter and all records stay."""
+    from eyas import pipeline, upkeep
+
+    _, rundir, _ = pipeline.open_run(recipe, (), folder)
+    with rundir.lock():
+        things = upkeep.removable(rundir)
+        click.echo("\n".join(upkeep.show_removable(things)) or "nothing to remove", err=True)
+        agreed = bool(things) and (yes or click.confirm("Remove these?", default=False, err=True))
+        freed = upkeep.remove(things) if agreed else 0
+    emit({"freed_bytes": freed, "removed": [t.what for t in things] if agreed else []}, as_json)
+
+
+@eyas.command()
+@click.option("--target", required=True, metavar="DIR", help="The target's model folder.")
+@click.option(
+    "--name", metavar="NAME", help="Name of the recipe and its run folder (default: the folder's name)."
+)
+@click.option("--out", metavar="FILE", help="Where to write it (default: NAME.yaml).")
+def init(target: str, name: str | None, out: str | None) -> None:
+    """A commented recipe for a target and this machine."""
+    from eyas import target as targets
+    from eyas import upkeep
+
+    facts = targets.load(target)
+    chosen = name or facts.folder.resolve().name
+    path = Path(out or f"{chosen}.yaml")
+    upkeep.write_recipe(facts, chosen, path)
+    click.echo(f"{path}: look it through, then: eyas run {path} --until plan")
+
+
 @eyas.group()
 def recipe() -> None:
     """Look at recipes."""
@@ -152,12 +202,23 @@ def show(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool) 
             click.echo(f"{key:<28} {json.dumps(value)}{unit}\n{'':<28}   {source}: {reason}")
 
 
+def resume_command(words: list[str]) -> str:
+    """What to type to go on: the same words, but without --from, which would begin that stage anew."""
+    kept: list[str] = []
+    for i, word in enumerate(words):
+        if not word.startswith("--from") and not (i and words[i - 1] == "--from"):
+            kept.append(word)
+    return shlex.join(["eyas", *kept])
+
+
 def main() -> None:
     """Run the command line, and turn errors into messages and exit codes."""
     try:
         sys.exit(eyas.main(standalone_mode=False) or 0)
-    except click.exceptions.Abort:
-        click.echo("interrupted; what was finished is kept: type the same command again to go on", err=True)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        click.echo(
+            f"interrupted; what was finished is kept. To go on: {resume_command(sys.argv[1:])}", err=True
+        )
         sys.exit(130)
     except click.ClickException as e:
         e.show()
@@ -165,9 +226,6 @@ def main() -> None:
     except EyasError as e:
         click.echo(f"eyas: {e}", err=True)
         sys.exit(e.exit_code)
-    except KeyboardInterrupt:
-        click.echo("interrupted; what was finished is kept: type the same command again to go on", err=True)
-        sys.exit(130)
     except Exception:
         with tempfile.NamedTemporaryFile(
             "w", prefix="eyas-bug-", suffix=".txt", delete=False, encoding="utf-8"

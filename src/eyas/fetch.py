@@ -7,6 +7,7 @@ verified, dequantised by transformers to bfloat16, and saved:
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -109,11 +110,10 @@ def _convert(gguf: Path, out: Path) -> None:
         import gguf as _gguf  # noqa: F401
     except ImportError as e:
         raise SurroundingsError(f"fetch needs the package {e.name}: pip install 'eyas[fetch]'") from e
+    os.environ["TQDM_DISABLE"] = "1"  # three bars that say nothing at a terminal and fill a log
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     say("converting GGUF to bfloat16 safetensors (about a minute) …")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model: Any = AutoModelForCausalLM.from_pretrained(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from eyas import __version__, recipe, target
+from eyas import __version__, interrupt, recipe, target
 from eyas.errors import UsageError
 from eyas.progress import duration, say
 from eyas.recipe import Recipe, Resolved, Value
@@ -32,7 +32,7 @@ class Stage(NamedTuple):
 
 
 STAGES = (
-    Stage("plan", (), ("prompts", "generate", "extract", "train", "bench"), costly=False),
+    Stage("plan", (), ("target.facts", "prompts", "generate", "extract", "train", "bench"), costly=False),
     Stage("generate", (), ("prompts", "generate"), costly=True),
     Stage("extract", ("generate",), ("extract",), costly=True),
     Stage("train", ("generate", "extract"), ("train",), costly=True),
@@ -60,7 +60,11 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
     """Derive what the recipe left `auto`, each with a reason that is printed and recorded."""
     from eyas.engines import hf
 
-    facts = target.load(read.target.model)
+    sizes, folder = read.target.facts, Path(read.target.model)
+    if sizes and not folder.is_dir():
+        facts = target.from_facts(folder, sizes.model_dump())
+    else:
+        facts = target.load(folder)
     device = hf.choose_device()
     dtype = hf.choose_dtype(read.target.dtype, device.value)
     if read.target.aux_layers == "auto":
@@ -157,13 +161,25 @@ def inputs_of(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any
     return out
 
 
+def stale(stage: Stage, resolved: Resolved, rundir: RunDir) -> list[str]:
+    """Why a stage's artifacts no longer fit the recipe; the report is never stale, since it is always written anew."""
+    return (
+        [] if stage.name == "report" else rundir.differences(stage.name, inputs_of(stage, resolved, rundir))
+    )
+
+
 def work(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     """Run one stage, or skip it when it is finished and fresh; returns its manifest.
 
     Raises StaleError when a costly stage's artifacts were made from other inputs.
     """
+    if not resolved.target.files and stage.name != "plan":
+        raise UsageError(
+            f"{stage.name}: {resolved.target.folder} is not on this machine; target.facts is enough for plan alone. "
+            "Put the model there, or set target.model."
+        )
     inputs = inputs_of(stage, resolved, rundir)
-    differences = rundir.differences(stage.name, inputs) if stage.name != "report" else []
+    differences = stale(stage, resolved, rundir)
     if differences and stage.costly:
         rundir.refuse_stale(stage.name, differences)
     if differences:
@@ -188,7 +204,11 @@ def _runner(name: str) -> Callable[[Resolved, RunDir], dict[str, Any]]:
         from eyas.generate import prompts
         from eyas.plan import stage
 
-        return lambda resolved, rundir: stage.run(resolved, rundir, prompts.read(resolved.recipe.prompts)[0])
+        def planned(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
+            known = prompts.read(resolved.recipe.prompts)[0] if resolved.target.files else []
+            return stage.run(resolved, rundir, known)
+
+        return planned
     return importlib.import_module(f"eyas.{name}.stage").run
 
 
@@ -201,7 +221,7 @@ def run(
     if start > end:
         raise UsageError(f"--from {first} comes after --until {last}: the stages are {', '.join(NAMES)}")
     resolved, rundir, values = open_run(word, sets, folder)
-    with rundir.lock():
+    with rundir.lock(), interrupt.patient():
         if first:
             for stage in STAGES[start:][::-1]:
                 rundir.clear(stage.name)
@@ -212,7 +232,7 @@ def run(
 def run_one(name: str, word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, Any]:
     """One stage by itself; what it needs must be there and fresh."""
     resolved, rundir, values = open_run(word, sets, folder)
-    with rundir.lock():
+    with rundir.lock(), interrupt.patient():
         prepare(resolved, rundir, values)
         for needed in BY_NAME[name].needs:
             differences = rundir.differences(needed, inputs_of(BY_NAME[needed], resolved, rundir))

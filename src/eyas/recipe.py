@@ -5,6 +5,7 @@ unknown keys with the nearest valid name, and resolves `auto` values with a reas
 """
 
 import difflib
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,34 @@ def key(default: Any, reason: str, unit: str = "", **limits: Any) -> Any:
     return Field(default, description=reason, json_schema_extra={"unit": unit}, **limits)
 
 
+class RatesSection(Section):
+    """Rates to plan with where they cannot be measured; null means unknown, and is said."""
+
+    decode_tokens_per_s: float | None = key(None, "generation, all endpoints together", "tokens/s", gt=0)
+    pass_tokens_per_s: float | None = key(None, "reading stored ids in extract", "tokens/s", gt=0)
+    supervised_tokens_per_s: float | None = key(None, "training at the recipe's TTT steps", "tokens/s", gt=0)
+    bench_tokens_per_s: float | None = key(None, "one request, without the drafter", "tokens/s", gt=0)
+
+
+class FactsSection(Section):
+    """A target's sizes, named as in its config.json, and the traffic to plan for."""
+
+    num_hidden_layers: int = Field(description="decoder layers", gt=0)
+    hidden_size: int = Field(description="width of the hidden states", gt=0)
+    num_attention_heads: int = Field(description="of the drafter's layer", gt=0)
+    num_key_value_heads: int = Field(description="of the drafter's layer", gt=0)
+    head_dim: int = Field(description="of the drafter's layer", gt=0)
+    intermediate_size: int = Field(description="of the drafter's layer", gt=0)
+    vocab_size: int = Field(description="target vocabulary", gt=0)
+    weight_bytes: int = Field(description="all weights on disk", gt=0)
+    answers: int = Field(description="conversations to plan for", gt=0)
+    row_tokens: int = Field(description="tokens of a conversation, prompt and answer", gt=0)
+    prompt_tokens: int = key(0, "of these, tokens of the prompt", "tokens", ge=0)
+    model_type: str = key("unknown", "as in config.json")
+    max_position_embeddings: int = key(131072, "context", "tokens", gt=0)
+    rates: RatesSection = RatesSection()
+
+
 class TargetSection(Section):
     model: str = Field(
         description="folder with config.json, tokenizer and safetensors of the target", min_length=1
@@ -39,6 +68,7 @@ class TargetSection(Section):
     aux_layers: Literal["auto"] | list[int] = key(
         "auto", "id i = input of layer i; auto is [2, n//2, n-3], what every engine defaults to", "layer ids"
     )
+    facts: FactsSection | None = key(None, "sizes, to plan before the model is on this machine")
 
 
 class EngineSection(Section):
@@ -281,13 +311,13 @@ def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _fields(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+def fields(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     """Every key of the schema, dotted, with its pydantic field."""
     out: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         path = f"{prefix}{field.alias or name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            out |= _fields(field.annotation, f"{path}.")
+            out |= fields(field.annotation, f"{path}.")
         else:
             out[path] = field
     return out
@@ -296,7 +326,7 @@ def _fields(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 def _sources(recipe: Recipe, given: set[str], changed: set[str]) -> dict[str, Value]:
     values = flat(recipe)
     out = {}
-    for path, field in _fields(Recipe).items():
+    for path, field in fields(Recipe).items():
         source = (
             "--set"
             if path in changed
@@ -309,18 +339,22 @@ def _sources(recipe: Recipe, given: set[str], changed: set[str]) -> dict[str, Va
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as {"section.key": value}, lists kept whole."""
-    return _leaves(recipe.model_dump(by_alias=True, mode="json"))
+    """The recipe as {"section.key": value}, lists and facts kept whole."""
+    dump = recipe.model_dump(by_alias=True, mode="json")
+    return {
+        path: functools.reduce(lambda tree, name: tree[name], path.split("."), dump)
+        for path in fields(Recipe)
+    }
 
 
 def units() -> dict[str, str]:
-    return {path: (f.json_schema_extra or {}).get("unit", "") for path, f in _fields(Recipe).items()}
+    return {path: (f.json_schema_extra or {}).get("unit", "") for path, f in fields(Recipe).items()}
 
 
 def _explain(err: Any) -> str:
     where = ".".join(str(p) for p in err["loc"])
     if err["type"] == "extra_forbidden":
-        valid = list(_fields(Recipe)) + [name for name in Recipe.model_fields]
+        valid = list(fields(Recipe)) + [name for name in Recipe.model_fields]
         siblings = [v for v in valid if v.rpartition(".")[0] == where.rpartition(".")[0]] or valid
         near = difflib.get_close_matches(where, siblings, n=1, cutoff=0.5) or difflib.get_close_matches(
             where, valid, n=1

@@ -203,6 +203,28 @@ def load(folder: str | Path) -> Target:
     )
 
 
+def from_facts(folder: Path, facts: dict[str, Any]) -> Target:
+    """A target that is not on this machine, from its sizes alone; enough to plan."""
+    return Target(
+        folder=folder,
+        config=facts,
+        model_type=facts["model_type"],
+        hidden=facts["hidden_size"],
+        layers=facts["num_hidden_layers"],
+        heads=facts["num_attention_heads"],
+        kv_heads=facts["num_key_value_heads"],
+        head_dim=facts["head_dim"],
+        mlp=facts["intermediate_size"],
+        vocab=facts["vocab_size"],
+        eps=1e-6,
+        rope_theta=10000.0,
+        context=facts["max_position_embeddings"],
+        stop_ids=(),
+        identity=f"{folder.name}, from facts alone",
+        files={},
+    )
+
+
 def _json(path: Path, absent: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

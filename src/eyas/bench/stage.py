@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from eyas import interrupt
 from eyas.bench import measure
 from eyas.bench.measure import Request
 from eyas.causes import NEAR_TIE
@@ -96,6 +97,7 @@ class Bench:
             "bench", self.options.rounds * len(self.rows) * len(ks), "answers", "tokens"
         ) as progress:
             for number in range(self.options.rounds):
+                interrupt.safe_place()
                 path = rundir / "bench" / f"round-{number:03d}.json"
                 if path.is_file():
                     done = [Request(**r) for r in read_json(path)]
@@ -117,13 +119,9 @@ class Bench:
         """Replayed tau per k on the very conversations that were measured; only for greedy runs, since those are greedy."""
         if self.options.temperature > 0:
             return {}
-        wanted = {r.row_id: r for r in self.rows}
-        stored = [
-            s
-            for s in states.read(rundir / "states", rundir.manifest("extract")["content"])
-            if s.row_id in wanted
-        ]
-        cut = [_cut(s, self.options.max_tokens) for s in stored]
+        wanted = {r.row_id for r in self.rows}
+        stored = states.refs(rundir / "states", rundir.manifest("extract")["content"])
+        cut = [_cut(r.load(), self.options.max_tokens) for r in stored if r.row_id in wanted]
         accepted = replay.accepted_lengths(self.drafter, self.embedding_VD, cut, max(self.options.k))
         return {k: replay.tau([replay.walk(a, k) for a in accepted]) for k in self.options.k}
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyas.stores.states import RowStates
+from eyas.stores.states import RowRef, RowStates
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Batch:
         return len(self.token_M)
 
 
-def usable(row: RowStates) -> bool:
+def usable(row: RowStates | RowRef) -> bool:
     """Whether a row has any pair: a completion of at least two tokens after at least one prompt token."""
     return row.start >= 1 and len(row) - row.start >= 2
 

@@ -10,7 +10,7 @@ a server does: from the first sampled token, draft k, accept m, jump m + 1.
 Source of the definitions: DESIGN "Words" and arXiv 2503.01840; an average over all positions (p_all) is another number.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ def walk(accepted_M: Sequence[int], k: int) -> Walk:
 
 @torch.no_grad()
 def accepted_lengths(
-    drafter: Drafter, embedding_VD: Tensor, rows: Sequence[RowStates], k: int
+    drafter: Drafter, embedding_VD: Tensor, rows: Iterable[RowStates], k: int
 ) -> list[list[int]]:
     """For each usable row, the number of leading right drafts (0..k) at each of its live positions."""
     device = drafter.fc.weight.device
@@ -88,18 +88,18 @@ def accepted_lengths(
     return out
 
 
-def _groups(rows: Sequence[RowStates]) -> list[list[RowStates]]:
-    groups: list[list[RowStates]] = []
-    tokens = 0
+def _groups(rows: Iterable[RowStates]) -> Iterator[list[RowStates]]:
+    """Usable rows in their order, some thousand tokens at a time."""
+    group: list[RowStates] = []
     for row in rows:
         if not usable(row):
             continue
-        if not groups or tokens + len(row) > TOKENS_AT_ONCE:
-            groups.append([])
-            tokens = 0
-        groups[-1].append(row)
-        tokens += len(row)
-    return groups
+        if group and sum(map(len, group)) + len(row) > TOKENS_AT_ONCE:
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
 
 
 def tau(walks: Sequence[Walk]) -> float:

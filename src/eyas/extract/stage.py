@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eyas import interrupt
 from eyas.causes import NEAR_TIE
 from eyas.engines.hf import HFEngine, Seen
 from eyas.errors import ContractError
@@ -50,6 +51,7 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     seconds, made = 0.0, 0
     with Progress("extract", total, "tokens") as progress:
         for number, group in enumerate(_shards(rows, resolved)):
+            interrupt.safe_place()
             path = folder / f"shard-{number:05d}.safetensors"
             tokens = sum(len(r.ids) for r in group)
             if path.is_file():

@@ -14,6 +14,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from eyas import interrupt
 from eyas.drafter.sampling import row_uniforms
 from eyas.engines.hf import HFEngine
 from eyas.errors import UsageError
@@ -62,6 +63,7 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
             bad += refused
             progress.total -= len(refused)
             for start in range(0, len(jobs), options.concurrency):
+                interrupt.safe_place()
                 batch = jobs[start : start + options.concurrency]
                 path = folder / f"part-{part:05d}.parquet"
                 part += 1

@@ -1,6 +1,7 @@
-"""plan: what this run will cost, before it costs it: tokens, disk, memory and time, from rates measured here.
+"""plan: what this run will cost, before it costs it: tokens, disk, memory and time.
 
-Reads the recipe, the target's facts and the prompts; writes profile.json (rates) and plan.json.
+Reads the recipe, the target's facts and the prompts; measures this machine's rates where the target is here, and takes
+target.facts and its rates where it is not. Writes profile.json (rates) and plan.json.
 
     eyas plan RECIPE
 """
@@ -15,48 +16,45 @@ from jinja2 import TemplateError
 from eyas.contract import Norms, for_target
 from eyas.errors import SurroundingsError
 from eyas.progress import duration, say, size
-from eyas.recipe import Resolved
+from eyas.recipe import FactsSection, Resolved
 from eyas.rundir import RunDir, write_json
 from eyas.stores import states
 
 DISK_MARGIN = 1.1
 PROMPT_SAMPLE = 64  # prompts rendered to learn their length
+LARGE_STATES = 10e9  # bytes from which it is worth saying what would make them smaller
+RATES = ("decode_tokens_per_s", "pass_tokens_per_s", "supervised_tokens_per_s", "bench_tokens_per_s")
 
 
 def run(resolved: Resolved, rundir: RunDir, prompts: list[Any]) -> dict[str, Any]:
     """Count, measure, estimate; returns the manifest.
 
-    Raises SurroundingsError when the disk cannot hold the run.
+    Raises SurroundingsError when the disk cannot hold the run, saying what would fit.
     """
-    counts = _tokens(resolved, prompts)
+    facts = resolved.recipe.target.facts
+    here = bool(resolved.target.files)
+    counts = _tokens(resolved, prompts) if here or facts is None else _tokens_of_facts(resolved, facts)
     disk = _disk(resolved, counts)
     free = shutil.disk_usage(rundir.root).free
-    need = sum(disk.values()) * DISK_MARGIN
-    if need > free:
-        raise SurroundingsError(
-            f"plan: the run needs {size(need)} in {rundir.root} ({', '.join(f'{k} {size(v)}' for k, v in disk.items())}), and "
-            f"{size(free)} are free. Free space, choose another disk with --run DIR, or lower prompts.limit, "
-            "generate.samples or generate.max_tokens."
-        )
-    from eyas.plan import measure  # loads torch and the model: only once the disk is known to do
-
-    say("  measuring this machine's rates …")
-    rates = measure.rates(resolved, counts["prompt_tokens_each"])
-    write_json(rundir / "profile.json", {"device": resolved.device, "dtype": resolved.dtype, "rates": rates})
+    _print_counts(counts, disk, free, state_bytes(resolved))
+    if here:
+        _refuse_what_does_not_fit(resolved, rundir, counts, disk, free)
+        rates = _measured(resolved, rundir, counts)
+    else:
+        rates = {name: getattr(facts.rates, name) if facts else None for name in RATES}
     seconds = _seconds(resolved, counts, rates)
-    memory = _memory(resolved, counts)
-    _print(counts, disk, free, memory, seconds)
-    return rundir.finish(
-        "plan",
-        {
-            "content": None,
-            "tokens": counts,
-            "disk_bytes": disk,
-            "memory_bytes": memory,
-            "seconds": seconds,
-            "rates": rates,
-        },
+    memory = _memory(resolved)
+    say(
+        f"  memory: target {size(memory['target'])}, training {size(memory['train'])}; "
+        f"{size(memory['available'])} available here"
     )
+    _print_seconds(seconds, "just measured" if here else "that the recipe gives")
+    if disk["states"] > LARGE_STATES:
+        _print_savings(disk["states"], seconds["extract"])
+    if not here and sum(disk.values()) * DISK_MARGIN > free:
+        say(f"  here it would not fit: {_what_fits(resolved, counts, disk, free)}")
+    body = {"tokens": counts, "disk_bytes": disk, "memory_bytes": memory, "seconds": seconds, "rates": rates}
+    return rundir.finish("plan", {"content": None, "state_bytes_per_token": state_bytes(resolved), **body})
 
 
 def _tokens(resolved: Resolved, prompts: list[Any]) -> dict[str, int]:
@@ -76,13 +74,22 @@ def _tokens(resolved: Resolved, prompts: list[Any]) -> dict[str, int]:
     each = round(sum(lengths) / max(len(lengths), 1)) or 1
     train = sum(len(p.turns) for p in prompts if not p.held_out) * options.samples
     held = sum(len(p.turns) for p in prompts if p.held_out)
+    return _count(train, held, each, options.max_tokens)
+
+
+def _tokens_of_facts(resolved: Resolved, facts: FactsSection) -> dict[str, int]:
+    held = round(facts.answers * resolved.recipe.prompts.held_out)
+    return _count(facts.answers - held, held, facts.prompt_tokens, facts.row_tokens - facts.prompt_tokens)
+
+
+def _count(train: int, held: int, prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {
         "answers_train": train,
         "answers_held_out": held,
-        "prompt_tokens_each": each,
-        "completion_tokens": (train + held) * options.max_tokens,
-        "row_tokens": (train + held) * (each + options.max_tokens),
-        "supervised_tokens": train * (options.max_tokens - 1),
+        "prompt_tokens_each": prompt_tokens,
+        "completion_tokens": (train + held) * completion_tokens,
+        "row_tokens": (train + held) * (prompt_tokens + completion_tokens),
+        "supervised_tokens": train * (completion_tokens - 1),
     }
 
 
@@ -97,53 +104,117 @@ def _parameters(resolved: Resolved) -> int:
     return sum(math.prod(s) for name, s in dialects.shapes(contract).items() if name not in ("d2t", "t2d"))
 
 
-def _disk(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:
+def state_bytes(resolved: Resolved) -> int:
+    """States of one token: aux layers in extract.dtype and the last hidden state in the target's own type."""
     aux = 2 if resolved.recipe.extract.dtype == "bfloat16" else 4
     last = 2 if resolved.dtype == "bfloat16" else 4
-    per_token = states.bytes_per_token(len(resolved.aux_layers), resolved.target.hidden, aux, last)
+    return (
+        states.bytes_per_token(len(resolved.aux_layers), resolved.target.hidden, aux, last) - states.ID_BYTES
+    )
+
+
+def _disk(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:
     parameters = _parameters(resolved)
     return {
         "conversations": counts["row_tokens"] * 4,
-        "states": counts["row_tokens"] * per_token,
+        "states": counts["row_tokens"] * (state_bytes(resolved) + states.ID_BYTES),
         "drafters": parameters * 2 * (resolved.recipe.train.epochs + 1),
         "training state": parameters * 12,
     }
 
 
-def _memory(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:
-    """Peak by stage, roughly: weights, states held while training, optimizer (16 bytes a parameter)."""
-    weights = sum(p.stat().st_size for p in set(resolved.target.files.values()))
-    loaded = weights * (
-        2 if resolved.dtype == "float32" and resolved.target.config.get("dtype") == "bfloat16" else 1
+def _refuse_what_does_not_fit(
+    resolved: Resolved, rundir: RunDir, counts: dict[str, int], disk: dict[str, int], free: int
+) -> None:
+    need = sum(disk.values()) * DISK_MARGIN
+    if need > free:
+        raise SurroundingsError(
+            f"plan: the run needs {size(need)} in {rundir.root} "
+            f"({', '.join(f'{name} {size(n)}' for name, n in disk.items())}), and {size(free)} are free. "
+            f"{_what_fits(resolved, counts, disk, free)}"
+        )
+
+
+def _what_fits(resolved: Resolved, counts: dict[str, int], disk: dict[str, int], free: int) -> str:
+    """How many answers the free space holds, in the words of the recipe."""
+    answers = counts["answers_train"] + counts["answers_held_out"]
+    fixed = disk["drafters"] + disk["training state"]
+    per_answer = (disk["conversations"] + disk["states"]) / answers
+    fit = int(max(0, free / DISK_MARGIN - fixed) / per_answer)
+    if not fit:
+        return (
+            "Not even one answer fits beside the drafters; free space, or choose another disk with --run DIR."
+        )
+    return (
+        f"{fit:,} of {answers:,} answers would fit: set prompts.limit (or generate.samples, generate.max_tokens) lower, "
+        "free space, or choose another disk with --run DIR."
     )
-    embedding = resolved.target.vocab * resolved.target.hidden * 4
-    training = _parameters(resolved) * 16 + _disk(resolved, counts)["states"] + 2 * embedding
-    return {"target": loaded, "train": training, "available": psutil.virtual_memory().available}
 
 
-def _seconds(resolved: Resolved, counts: dict[str, int], rates: dict[str, float]) -> dict[str, float]:
-    """At most, since answers are counted at their length limit."""
-    bench, train = resolved.recipe.bench, resolved.recipe.train
-    measured = min(bench.limit or counts["answers_held_out"], counts["answers_held_out"])
-    answers = bench.rounds * measured * (1 + len(bench.k))
+def _measured(resolved: Resolved, rundir: RunDir, counts: dict[str, int]) -> dict[str, float | None]:
+    from eyas.plan import measure  # loads torch and the model: only once the disk is known to do
+
+    say("  measuring this machine's rates …")
+    rates = measure.rates(resolved, counts["prompt_tokens_each"])
+    write_json(rundir / "profile.json", {"device": resolved.device, "dtype": resolved.dtype, "rates": rates})
+    return dict(rates)
+
+
+def _memory(resolved: Resolved) -> dict[str, int]:
+    """Peak by stage, roughly: weights; optimizer (16 bytes a parameter), embedding and head in float32."""
+    facts, target = resolved.recipe.target.facts, resolved.target
+    weights = sum(p.stat().st_size for p in set(target.files.values())) or (
+        facts.weight_bytes if facts else 0
+    )
+    wider = resolved.dtype == "float32" and target.config.get("dtype") == "bfloat16"
+    training = _parameters(resolved) * 16 + 2 * target.vocab * target.hidden * 4
     return {
-        "generate": counts["completion_tokens"] / rates["decode_tokens_per_s"],
-        "extract": counts["row_tokens"] / rates["pass_tokens_per_s"],
-        "train": counts["supervised_tokens"] * train.epochs / rates["supervised_tokens_per_s"],
-        "bench": answers * bench.max_tokens / rates["bench_tokens_per_s"],
+        "target": weights * (2 if wider else 1),
+        "train": training,
+        "available": psutil.virtual_memory().available,
     }
 
 
-def _print(
-    counts: dict[str, int], disk: dict[str, int], free: int, memory: dict[str, int], seconds: dict[str, float]
-) -> None:
+def _seconds(
+    resolved: Resolved, counts: dict[str, int], rates: dict[str, float | None]
+) -> dict[str, float | None]:
+    """At most, since answers are counted at their length limit; None where the rate is unknown."""
+    bench, train = resolved.recipe.bench, resolved.recipe.train
+    measured = min(bench.limit or counts["answers_held_out"], counts["answers_held_out"])
+    amounts = {
+        "generate": (counts["completion_tokens"], "decode_tokens_per_s"),
+        "extract": (counts["row_tokens"], "pass_tokens_per_s"),
+        "train": (counts["supervised_tokens"] * train.epochs, "supervised_tokens_per_s"),
+        "bench": (bench.rounds * measured * (1 + len(bench.k)) * bench.max_tokens, "bench_tokens_per_s"),
+    }
+    return {name: amount / rate if (rate := rates[by]) else None for name, (amount, by) in amounts.items()}
+
+
+def _print_counts(counts: dict[str, int], disk: dict[str, int], free: int, per_token: int) -> None:
     say(
-        f"  tokens, at most: {counts['completion_tokens']:,} to generate ({counts['answers_train']} training and "
-        f"{counts['answers_held_out']} held-out answers), {counts['supervised_tokens']:,} supervised"
+        f"  tokens, at most: {counts['completion_tokens']:,} to generate ({counts['answers_train']:,} training and "
+        f"{counts['answers_held_out']:,} held-out answers), {counts['supervised_tokens']:,} supervised"
     )
-    say(f"  disk: {', '.join(f'{name} {size(n)}' for name, n in disk.items())}; {size(free)} free")
     say(
-        f"  memory: target {size(memory['target'])}, training {size(memory['train'])}; {size(memory['available'])} available"
+        f"  disk: {', '.join(f'{name} {size(n)}' for name, n in disk.items())}; {size(free)} free "
+        f"({per_token:,} B of states a token)"
     )
-    parts = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items())
-    say(f"  time, at most, at the rates just measured: {parts}; {duration(sum(seconds.values()))} in all")
+
+
+def _print_seconds(seconds: dict[str, float | None], origin: str) -> None:
+    parts = ", ".join(f"{name} {duration(s) if s else 'unknown'}" for name, s in seconds.items())
+    known = [s for s in seconds.values() if s]
+    if not known:
+        say("  time: unknown without rates; give target.facts.rates, or plan where the model is")
+        return
+    unknown = "" if len(known) == len(seconds) else " without the unknown"
+    say(f"  time, at most, at the rates {origin}: {parts}; {duration(sum(known))} in all{unknown}")
+
+
+def _print_savings(state_bytes_all: int, extract_s: float | None) -> None:
+    """What two ways that this version does not have yet would change."""
+    saved = f" and the {duration(extract_s)} of extract" if extract_s else ""
+    say(
+        f"  not in this version: states in fp8 would take {size(state_bytes_all / 2)}; keeping them while generating "
+        f"(one pass) would save the second reading of every token{saved}"
+    )

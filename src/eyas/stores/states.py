@@ -12,9 +12,10 @@
 T tokens of a shard, L aux layers, D target width, R rows.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ from eyas.errors import ContractError
 
 if TYPE_CHECKING:
     import torch
+
+OPEN_SHARDS = 64
+ID_BYTES = 8  # a token id and a top-1 id
+AGAIN = "Extract again with --from extract."
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class RowStates:
 
 def bytes_per_token(layers: int, hidden: int, aux_bytes: int, last_bytes: int) -> int:
     """Disk of one token: aux states, last state, id and top1."""
-    return layers * hidden * aux_bytes + hidden * last_bytes + 8
+    return layers * hidden * aux_bytes + hidden * last_bytes + ID_BYTES
 
 
 def write_shard(path: Path, rows: list[RowStates], checks: dict[str, int]) -> None:
@@ -62,61 +67,94 @@ def write_shard(path: Path, rows: list[RowStates], checks: dict[str, int]) -> No
     save_file(tensors, path, metadata={"about": json.dumps(about)})  # one key: several have no fixed order
 
 
-def read_shard(path: Path) -> list[RowStates]:
-    """Raises ContractError where the file is truncated or has other tensors."""
-    from safetensors import SafetensorError, safe_open
+@dataclass(frozen=True)
+class RowRef:
+    """Where a row lies. `load` reads its slices alone, so that training never holds more than a step."""
 
-    try:
-        with safe_open(path, framework="pt") as f:
-            t: dict[str, Any] = {
-                name: f.get_tensor(name) for name in ("ids", "aux", "last", "top1", "offsets", "starts")
-            }
-            row_ids = json.loads(f.metadata()["about"])["rows"]
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
-        raise ContractError(
-            f"{path}: not a readable states shard ({e}). Run extract again with --from extract."
-        ) from e
-    edges = t["offsets"].tolist()
-    if len(edges) != len(row_ids) + 1 or edges[-1] != len(t["ids"]) or len(t["aux"]) != len(t["ids"]):
-        raise ContractError(
-            f"{path}: {len(row_ids)} rows and {len(t['ids'])} ids do not fit its offsets. Run extract again."
-        )
-    return [
-        RowStates(row_id, t["ids"][a:b], t["aux"][a:b], t["last"][a:b], t["top1"][a:b], int(start))
-        for row_id, a, b, start in zip(row_ids, edges, edges[1:], t["starts"].tolist(), strict=False)
-    ]
+    path: Path
+    row_id: str
+    begin: int
+    end: int
+    start: int  # index of the first completion token, from begin
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def slice(self, name: str) -> Any:
+        return _opened(self.path).get_slice(name)[self.begin : self.end]
+
+    def load(self) -> RowStates:
+        ids, aux, last, top1 = (self.slice(name) for name in ("ids", "aux", "last", "top1"))
+        return RowStates(self.row_id, ids, aux, last, top1, self.start)
 
 
-def read_checks(path: Path) -> dict[str, int]:
-    """The counts in a shard's header. Raises ContractError where there is none."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as f:
-            return json.loads(f.metadata()["about"])["checks"]
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
-        raise ContractError(
-            f"{path}: not a readable states shard ({e}). Run extract again with --from extract."
-        ) from e
+def _opened(path: Path) -> Any:
+    """The shard, memory-mapped; kept open until it is replaced or others need the place."""
+    about = path.stat()
+    return _open(path, about.st_mtime_ns, about.st_size)
 
 
-def read(folder: Path, shards: list[dict[str, Any]]) -> Iterator[RowStates]:
-    """All rows of the shards that a manifest names, checksums verified.
+@lru_cache(maxsize=OPEN_SHARDS)
+def _open(path: Path, mtime_ns: int, size: int) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")
+
+
+def refs(folder: Path, shards: list[dict[str, Any]]) -> list[RowRef]:
+    """All rows of the shards that a manifest names, checksums verified, states not read.
 
     Raises ContractError when a shard is missing or is not the one that was written.
     """
-    import hashlib
-
+    out: list[RowRef] = []
     for shard in shards:
         path = folder / shard["file"]
         if not path.is_file():
-            raise ContractError(
-                f"{path} is missing, though {folder}/manifest.json names it. Run extract again."
-            )
+            raise ContractError(f"{path} is missing, though {folder}/manifest.json names it. {AGAIN}")
         with path.open("rb") as f:
             found = hashlib.file_digest(f, "sha256").hexdigest()
         if found != shard["sha256"]:
             raise ContractError(
-                f"{path}: checksum {found[:12]}… where the manifest has {shard['sha256'][:12]}…. Run extract again."
+                f"{path}: checksum {found[:12]}… where the manifest has {shard['sha256'][:12]}…. {AGAIN}"
             )
-        yield from read_shard(path)
+        out += _rows_of(path)
+    return out
+
+
+def _rows_of(path: Path) -> list[RowRef]:
+    """Raises ContractError where the file is truncated or its parts do not fit together."""
+    about = _about(path)
+    f = _opened(path)
+    edges, starts = f.get_tensor("offsets").tolist(), f.get_tensor("starts").tolist()
+    tokens = {name: f.get_slice(name).get_shape()[0] for name in ("ids", "aux", "last", "top1")}
+    if (
+        len(edges) != len(about["rows"]) + 1
+        or len(starts) != len(about["rows"])
+        or set(tokens.values()) != {edges[-1]}
+    ):
+        raise ContractError(
+            f"{path}: {len(about['rows'])} rows and {tokens} tokens do not fit its offsets. {AGAIN}"
+        )
+    return [
+        RowRef(path, row_id, a, b, start)
+        for row_id, a, b, start in zip(about["rows"], edges, edges[1:], starts, strict=False)
+    ]
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """The header: row ids and counts. Raises ContractError where the file is not a shard of ours."""
+    from safetensors import SafetensorError
+
+    try:
+        f = _opened(path)
+        about = json.loads(f.metadata()["about"])
+        if not {"ids", "aux", "last", "top1", "offsets", "starts"} <= set(f.keys()):
+            raise KeyError("a tensor is missing")
+        return {"rows": list(about["rows"]), "checks": dict(about["checks"])}
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
+        raise ContractError(f"{path}: not a readable states shard ({e}). {AGAIN}") from e
+
+
+def read_checks(path: Path) -> dict[str, int]:
+    """The counts in a shard's header. Raises ContractError where there is none."""
+    return _about(path)["checks"]

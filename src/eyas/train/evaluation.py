@@ -1,5 +1,6 @@
 """Replayed acceptance of a drafter on held-out conversations: by k, by domain, with intervals."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from eyas.stores.states import RowStates
 
 
 def evaluate(
-    drafter: Drafter, embedding_VD: Tensor, rows: list[RowStates], domains: list[str], max_k: int
+    drafter: Drafter, embedding_VD: Tensor, rows: Iterable[RowStates], domains: list[str], max_k: int
 ) -> dict[str, Any]:
     """Replayed acceptance by k and domain, with 95 % bootstrap intervals over conversations."""
     accepted = replay.accepted_lengths(drafter, embedding_VD, rows, max_k)
@@ -36,5 +37,5 @@ def evaluate(
         "p": ps,
         "domains": by_domain,
         "p_all": p_all,
-        "conversations": len(rows),
+        "conversations": len(accepted),
     }

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eyas import interrupt
 from eyas.contract import Norms, for_target
 from eyas.drafter.batch import pack, usable
 from eyas.drafter.loss import Teacher, ttt_loss
@@ -25,7 +26,7 @@ from eyas.progress import Progress, say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir, file_hash
 from eyas.stores import conversations, states
-from eyas.stores.states import RowStates
+from eyas.stores.states import RowRef
 from eyas.train import checkpoint, evaluation, records, schedule, vocabulary
 
 MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -35,8 +36,8 @@ BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 
 
 class Data(NamedTuple):
-    train: list[RowStates]
-    held_out: list[RowStates]
+    train: list[RowRef]
+    held_out: list[RowRef]
     domains: list[str]  # of each held-out row
 
 
@@ -52,8 +53,8 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
         *resolved.target.tokenizer(resolved.recipe.target.trust_remote_code).all_special_ids,
     }
     vocab = vocabulary.choose(
-        (r.ids_T[r.start :] for r in data.train),
-        (r.ids_T[: r.start] for r in data.train),
+        (r.slice("ids")[r.start :] for r in data.train),
+        (r.slice("ids")[: r.start] for r in data.train),
         always,
         options.draft_vocab,
         resolved.target.vocab,
@@ -88,9 +89,9 @@ def _load(resolved: Resolved, rundir: RunDir) -> Data:
     manifest = rundir.manifest("extract")
     rows = {r.row_id: r for r in conversations.read(rundir / "conversations")}
     train, held_out, domains = [], [], []
-    for row in states.read(rundir / "states", manifest["content"]):
+    for row in states.refs(rundir / "states", manifest["content"]):
         said = rows.get(row.row_id)
-        if said is None or said.ids != row.ids_T.tolist():
+        if said is None or said.ids != row.slice("ids").tolist():
             raise ContractError(
                 f"states row {row.row_id} is not in {rundir / 'conversations'} with these ids. Run extract again."
             )
@@ -110,7 +111,7 @@ def _load(resolved: Resolved, rundir: RunDir) -> Data:
 
 
 def _print_vocabulary(vocab: vocabulary.Vocabulary, data: Data) -> None:
-    held = torch.cat([r.ids_T[r.start :].long() for r in data.held_out])
+    held = torch.cat([r.slice("ids")[r.start :].long() for r in data.held_out])
     outside = 1 - torch.isin(held, vocab.kept_W).float().mean().item()
     filled = f", {vocab.filled} places filled with ids that no answer had" if vocab.filled else ""
     say(
@@ -190,9 +191,10 @@ class Trainer:
                     for name in ("loss", "accuracy_0", "lr"):
                         board.add_scalar(f"train/{name}", record[name], place["step"])
                     progress.add(1, record["pairs"], f"loss {record['loss']:.3f}")
-                    if time.monotonic() - saved > SAVE_EVERY_S:
+                    if time.monotonic() - saved > SAVE_EVERY_S or interrupt.asked():
                         checkpoint.save(self.state_file, self.drafter, self.optimizer, place)
                         saved = time.monotonic()
+                        interrupt.safe_place()
                 tau = self._finish_epoch(epoch, place["best"])
                 board.add_scalar("held_out/tau", tau, epoch + 1)
                 place |= {"epoch": epoch + 1, "best": max(place["best"], tau)}
@@ -207,7 +209,7 @@ class Trainer:
         loss_sum, hits, seen = 0.0, [0] * self.options.ttt_steps, [0] * self.options.ttt_steps
         self.optimizer.zero_grad(set_to_none=True)
         for batch_rows in schedule.micro_batches(rows, self.lengths, self.micro):
-            batch = pack([self.data.train[i] for i in batch_rows], self.device)
+            batch = pack([self.data.train[i].load() for i in batch_rows], self.device)
             with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
                 loss = ttt_loss(
                     self.drafter, self.teacher, batch, self.options.ttt_steps, self.options.ttt_decay
@@ -253,7 +255,7 @@ class Trainer:
         return evaluation.evaluate(
             rounded,
             self.teacher.embedding_VD,
-            self.data.held_out,
+            (row.load() for row in self.data.held_out),
             self.data.domains,
             max(EVAL_K, self.options.ttt_steps),
         )
