@@ -6,11 +6,12 @@ A stage whose manifest names the same inputs as the recipe now does is skipped. 
 redone and costly ones refused by name, until the user says `--from STAGE`. A stage that was killed resumes.
 """
 
+import contextlib
 import importlib
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from eyas import __version__, interrupt, recipe, target
-from eyas.errors import UsageError
+from eyas.errors import SurroundingsError, UsageError
 from eyas.progress import duration, say
 from eyas.recipe import Recipe, Resolved, Value
 from eyas.rundir import RunDir, file_hash, fingerprint, read_json, write_json, write_text
@@ -41,6 +42,12 @@ STAGES = (
     Stage("verdict", ("train", "bench"), ("verdict",), costly=False),
     Stage("report", (), (), costly=False),
 )
+OUT_OF_MEMORY = "can't allocate memory"  # PyTorch's words on the CPU
+MEMORY_KNOB = {
+    "generate": "Lower generate.concurrency or generate.max_tokens.",
+    "train": "Lower train.micro_tokens, then train.draft_vocab.",
+    "bench": "Lower bench.max_tokens.",
+}
 NAMES = tuple(s.name for s in STAGES)
 BY_NAME = {s.name: s for s in STAGES}
 
@@ -191,11 +198,35 @@ def work(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     say(f"{stage.name}: {'resuming' if rundir.started(stage.name) and stage.costly else 'starting'}")
     rundir.update_record(stage.name, inputs=inputs, state="running")
     began = time.monotonic()
-    manifest = _runner(stage.name)(resolved, rundir)
+    with surroundings(stage.name):
+        manifest = _runner(stage.name)(resolved, rundir)
     seconds = time.monotonic() - began
     rundir.update_record(stage.name, state="done", seconds=round(seconds, 2), rates=manifest.get("rates"))
     say(f"{stage.name}: done in {duration(seconds)}")
     return manifest
+
+
+@contextlib.contextmanager
+def surroundings(stage: str) -> Iterator[None]:
+    """What the machine refuses, in a user's words: memory with the key that lowers it, disk with the file."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        if not (
+            isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError" or OUT_OF_MEMORY in str(e)
+        ):
+            raise
+        raise SurroundingsError(
+            f"{stage}: out of memory ({' '.join(str(e).split())[:200]}). {MEMORY_KNOB.get(stage, 'Use a larger machine.')} "
+            "What was finished is kept."
+        ) from e
+    except OSError as e:
+        if isinstance(e, FileNotFoundError):
+            raise
+        raise SurroundingsError(
+            f"{stage}: {e.strerror or e}{f' ({e.filename})' if e.filename else ''}. Free space or mend the folder, and type "
+            "the same command again: what was finished is kept."
+        ) from e
 
 
 def _runner(name: str) -> Callable[[Resolved, RunDir], dict[str, Any]]:

@@ -65,7 +65,7 @@ def atomic(path: Path) -> Iterator[Path]:
         tmp.replace(path)
     except OSError as e:
         raise SurroundingsError(
-            f"cannot write {path}: {e.strerror}. Free space, or choose another --run folder."
+            f"cannot write {path}: {e.strerror}. Free space, or choose another --run folder; what was finished is kept."
         ) from e
     finally:
         tmp.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ Shapes: T tokens, D target width, V target vocabulary, W draft vocabulary.
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -171,36 +172,53 @@ def load(folder: str | Path) -> Target:
         )
     outer = _json(folder / "config.json", f"{folder} has no config.json, so it is not a model folder.")
     config = outer.get("text_config") or outer
-    missing = [
-        k
-        for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        if k not in config
-    ]
-    if missing:
-        raise UsageError(
-            f"{folder}/config.json: {', '.join(missing)} missing; not a decoder-only language model?"
-        )
-    heads = config["num_attention_heads"]
-    rope = config.get("rope_parameters") or {}
+    if not isinstance(config, dict):
+        raise UsageError(f"{folder}/config.json: text_config is a {type(config).__name__}, not an object")
+    read = _Numbers(folder / "config.json", config)
+    hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
+    rope = config.get("rope_parameters")
+    theta = config.get("rope_theta") or (rope.get("rope_theta") if isinstance(rope, dict) else None)
     tie = outer.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
     return Target(
         folder=folder,
-        config={**config, "tie_word_embeddings": tie},
-        model_type=config.get("model_type", outer.get("model_type", "unknown")),
-        hidden=config["hidden_size"],
-        layers=config["num_hidden_layers"],
+        config={**config, "tie_word_embeddings": bool(tie)},
+        model_type=str(config.get("model_type") or outer.get("model_type") or "unknown"),
+        hidden=hidden,
+        layers=read.whole("num_hidden_layers"),
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        mlp=config.get("intermediate_size") or 4 * config["hidden_size"],
-        vocab=config["vocab_size"],
-        eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        context=config.get("max_position_embeddings", 2048),
+        kv_heads=read.whole("num_key_value_heads", heads),
+        head_dim=read.whole("head_dim", max(1, hidden // heads)),
+        mlp=read.whole("intermediate_size", 4 * hidden),
+        vocab=read.whole("vocab_size"),
+        eps=read.real("rms_norm_eps", config.get("rms_norm_eps"), 1e-6),
+        rope_theta=read.real("rope_theta", theta, 10000.0),
+        context=read.whole("max_position_embeddings", 2048),
         stop_ids=_stop_ids(folder, outer, config),
         identity=_identity(folder),
         files=_weight_files(folder),
     )
+
+
+class _Numbers(NamedTuple):
+    """Numbers of a config.json, or a UsageError that names the key and what was found."""
+
+    path: Path
+    config: dict[str, Any]
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise UsageError(f"{self.path}: {key} is missing; not a decoder-only language model?")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**40:
+            raise UsageError(f"{self.path}: {key} is {value!r:.60}; need a whole number above 0")
+        return value
+
+    def real(self, key: str, value: Any, default: float) -> float:
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UsageError(f"{self.path}: {key} is {value!r:.60}; need a number above 0")
+        return float(value)
 
 
 def from_facts(folder: Path, facts: dict[str, Any]) -> Target:
@@ -244,7 +262,10 @@ def _stop_ids(folder: Path, outer: dict, config: dict) -> tuple[int, ...]:
     for source in [*sources, outer, config]:
         ids = source.get("eos_token_id")
         if ids is not None:
-            return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
+            found = ids if isinstance(ids, list) else [ids]
+            if not found or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
+                raise UsageError(f"{folder}: eos_token_id is {ids!r:.60}; need a token id or a list of them")
+            return tuple(sorted(set(found)))
     raise UsageError(
         f"{folder}: no eos_token_id in generation_config.json or config.json, so no answer could end."
     )

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from eyas import contract as contracts
 from eyas.contract import Contract
 from eyas.drafter.network import Drafter
 from eyas.errors import ContractError
+from eyas.stores import tensors as tensor_files
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -87,7 +88,7 @@ def write(folder: Path, drafter: Drafter, metrics: dict[str, Any]) -> None:
     kept = drafter.kept_W.cpu()
     tensors["d2t"] = ours["d2t_W"].cpu().clone()
     tensors["t2d"] = torch.zeros(c.vocab, dtype=torch.bool).index_fill_(0, kept, True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tensor_files.save(tensors, folder / "model.safetensors", {"format": "pt"})
     c.write(folder / "contract.json")
     (folder / "config.json").write_text(json.dumps(config(c), indent=1) + "\n", encoding="utf-8")
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import ContractError
+from eyas.stores import tensors as tensor_files
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,6 @@ def bytes_per_token(layers: int, hidden: int, aux_bytes: int, last_bytes: int) -
 def write_shard(path: Path, rows: list[RowStates], checks: dict[str, int]) -> None:
     """Write rows to `path` (a temporary name: the caller makes it atomic); `checks` are counts kept in the header."""
     import torch
-    from safetensors.torch import save_file
 
     lengths = torch.tensor([0] + [len(r) for r in rows], dtype=torch.int64)
     tensors = {
@@ -64,7 +64,7 @@ def write_shard(path: Path, rows: list[RowStates], checks: dict[str, int]) -> No
         "starts": torch.tensor([r.start for r in rows], dtype=torch.int32),
     }
     about = {"rows": [r.row_id for r in rows], "checks": checks}
-    save_file(tensors, path, metadata={"about": json.dumps(about)})  # one key: several have no fixed order
+    tensor_files.save(tensors, path, {"about": json.dumps(about)})
 
 
 @dataclass(frozen=True)

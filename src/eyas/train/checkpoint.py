@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from eyas.drafter.network import Drafter
 from eyas.errors import ContractError
 from eyas.rundir import atomic
+from eyas.stores import tensors as tensor_files
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -27,8 +27,8 @@ def save(path: Path, drafter: Drafter, optimizer: torch.optim.AdamW, place: dict
             if parameter in optimizer.state:
                 tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
     with atomic(path) as tmp:
-        save_file(
-            {n: t.cpu().contiguous() for n, t in tensors.items()}, tmp, metadata={"place": json.dumps(place)}
+        tensor_files.save(
+            {n: t.cpu().contiguous() for n, t in tensors.items()}, tmp, {"place": json.dumps(place)}
         )
 
 
