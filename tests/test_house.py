@@ -71,7 +71,7 @@ FROZEN = {
     "fetch": ["name", "--models", "--json"],
     "status": COMMON,
     "clean": ["recipe", "--run", "--yes", "--json"],
-    "init": ["--target", "--name", "--out"],
+    "init": ["--target", "--name", "--out", "--json"],
     "recipe": {"show": COMMON},
 }
 

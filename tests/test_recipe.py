@@ -21,6 +21,8 @@ GOOD = "name: a\ntarget: {model: m}\n"
         ("just words", "found a str"),
         (b"\xff\xfe\x00\x01", "not UTF-8"),
         ("name: [", "not valid YAML"),
+        (GOOD + "train: {epochs: 2, epochs: 3}\n", 'the key "epochs" stands twice'),
+        (GOOD + "train: {epochs: 2}\ntrain: {lr: 0.1}\n", 'the key "train" stands twice'),
         ("name: a\n", '"target" is missing'),
         (GOOD + "trian: {epochs: 2}\n", 'unknown key "trian"; did you mean "train"?'),
         (GOOD + "train: {epoch: 2}\n", 'unknown key "train.epoch"; did you mean "train.epochs"?'),

@@ -170,7 +170,8 @@ def clean(recipe: str, folder: str | None, yes: bool, as_json: bool) -> None:
     "--name", metavar="NAME", help="Name of the recipe and its run folder (default: the folder's name)."
 )
 @click.option("--out", metavar="FILE", help="Where to write it (default: NAME.yaml).")
-def init(target: str, name: str | None, out: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+def init(target: str, name: str | None, out: str | None, as_json: bool) -> None:
     """A commented recipe for a target and this machine."""
     from eyas import target as targets
     from eyas import upkeep
@@ -179,7 +180,9 @@ def init(target: str, name: str | None, out: str | None) -> None:
     chosen = name or facts.folder.resolve().name
     path = Path(out or f"{chosen}.yaml")
     upkeep.write_recipe(facts, chosen, path)
-    click.echo(f"{path}: look it through, then: eyas run {path} --until plan")
+    emit({"file": str(path)}, as_json)
+    if not as_json:
+        click.echo(f"{path}: look it through, then: eyas run {path} --until plan")
 
 
 @eyas.group()

@@ -253,6 +253,7 @@ def run(
         raise UsageError(f"--from {first} comes after --until {last}: the stages are {', '.join(NAMES)}")
     resolved, rundir, values = open_run(word, sets, folder)
     with rundir.lock(), interrupt.patient():
+        rundir.sweep()
         if first:
             for stage in STAGES[start:][::-1]:
                 rundir.clear(stage.name)

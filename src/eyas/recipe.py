@@ -263,7 +263,7 @@ def read(path: Path, sets: tuple[str, ...] = ()) -> tuple[Recipe, dict[str, Valu
     Raises RecipeError naming the file, the key, what was found and what would be valid.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Strict)
     except UnicodeDecodeError as e:
         raise RecipeError(f"{path}: not UTF-8 text (byte {e.start}). A recipe is a YAML file.") from e
     except yaml.YAMLError as e:
@@ -282,6 +282,21 @@ def read(path: Path, sets: tuple[str, ...] = ()) -> tuple[Recipe, dict[str, Valu
     except ValidationError as e:
         raise RecipeError(f"{path}: " + "; ".join(_explain(err) for err in e.errors())) from e
     return recipe, _sources(recipe, given, changed)
+
+
+class _Strict(yaml.SafeLoader):
+    """YAML keeps the last of two equal keys in silence; here the second is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen and isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f'the key "{key_node.value}" stands twice', key_node.start_mark
+                )
+            if isinstance(key_node, yaml.ScalarNode):
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
 
 
 def _apply(raw: dict, word: str) -> str:

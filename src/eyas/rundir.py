@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 from eyas.errors import StaleError, SurroundingsError, UsageError
 
 FORMAT = 1
+TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")  # as tempfile names them, with our prefix
 
 
 def fingerprint(value: Any) -> str:
@@ -157,6 +159,15 @@ class RunDir:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove the temporary files and folders that a killed run left (call it under the lock)."""
+        for path in sorted(self.root.rglob(".*"), reverse=True):
+            if TEMPORARY.fullmatch(path.name):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
     def started(self, stage: str) -> bool:
         """Whether anything of this stage is there."""

@@ -126,7 +126,7 @@ def new_recipe(target: Target, name: str) -> str:
     ]
     section = ""
     units = recipe.units()
-    for key, field in recipe.fields(recipe.Recipe).items():
+    for key, field in _sections_last(recipe.fields(recipe.Recipe)):
         if key == "name" or key == "target.facts":
             continue
         parent, _, last = key.rpartition(".")
@@ -139,6 +139,14 @@ def new_recipe(target: Target, name: str) -> str:
         shown = yaml.safe_dump(value, default_flow_style=True, width=1000).strip().removesuffix("\n...")
         lines.append(f"{'  ' * (key.count('.'))}{last}: {shown}  # {field.description}{unit}")
     return "\n".join(lines) + "\n"
+
+
+def _sections_last(fields: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Keys of a section before its inner sections, so that each section is opened once."""
+    order = list(dict.fromkeys(key.partition(".")[0] for key in fields))
+    return sorted(
+        fields.items(), key=lambda item: (order.index(item[0].partition(".")[0]), item[0].count("."))
+    )
 
 
 def _default(field: Any) -> Any:

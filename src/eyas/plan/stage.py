@@ -21,6 +21,7 @@ from eyas.rundir import RunDir, write_json
 from eyas.stores import states
 
 DISK_MARGIN = 1.1
+MEASURED_PROMPT = 256  # tokens; longer ones would make measuring slow without changing the rates much
 PROMPT_SAMPLE = 64  # prompts rendered to learn their length
 LARGE_STATES = 10e9  # bytes from which it is worth saying what would make them smaller
 RATES = ("decode_tokens_per_s", "pass_tokens_per_s", "supervised_tokens_per_s", "bench_tokens_per_s")
@@ -70,7 +71,8 @@ def _tokens(resolved: Resolved, prompts: list[Any]) -> dict[str, int]:
             ]
         except (TemplateError, ValueError, TypeError):
             continue  # generate quarantines it with its reason
-        lengths.append(len(ids))
+        if len(ids) + options.max_tokens <= resolved.target.context:  # generate leaves out the longer ones
+            lengths.append(len(ids))
     each = round(sum(lengths) / max(len(lengths), 1)) or 1
     train = sum(len(p.turns) for p in prompts if not p.held_out) * options.samples
     held = sum(len(p.turns) for p in prompts if p.held_out)
@@ -155,7 +157,7 @@ def _measured(resolved: Resolved, rundir: RunDir, counts: dict[str, int]) -> dic
     from eyas.plan import measure  # loads torch and the model: only once the disk is known to do
 
     say("  measuring this machine's rates …")
-    rates = measure.rates(resolved, counts["prompt_tokens_each"])
+    rates = measure.rates(resolved, min(counts["prompt_tokens_each"], MEASURED_PROMPT))
     write_json(rundir / "profile.json", {"device": resolved.device, "dtype": resolved.dtype, "rates": rates})
     return dict(rates)
 

@@ -38,7 +38,9 @@ def decide(bench: dict[str, Any], options: VerdictSection, facts: dict[str, Any]
         return {
             "ship": False,
             "k": None,
+            "best_k": None,
             "load": load,
+            "confidence": options.confidence,
             "sentence": f"NO: no valid measurement for {load}.",
             "reasons": reasons,
             "cells": cells,
