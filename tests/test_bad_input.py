@@ -204,3 +204,45 @@ def test_planning_alone_does_not_need_the_model_but_the_rest_does(tmp_path):
     assert round(made["plan"]["disk_bytes"]["states"] / 1e9) == 828
     with pytest.raises(UsageError, match=r"models/kimi-k2\.5 is not on this machine"):
         pipeline.run("kimi-k2.5", (), str(tmp_path / "k"))
+
+
+def nested_gemma(folder: Path) -> Path:
+    """A multimodal Gemma-3: text_config nested, norms of (1 + w), sliding and full layers, an index of two files."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    save_target(folder)  # for its tokenizer and template
+    (folder / "model.safetensors").unlink()
+    text = {
+        "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "sliding_window": 16,
+        "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, eos_token_id=3, mm_tokens_per_image=4, image_token_index=261,
+        boi_token_index=262, eoi_token_index=263,
+    )  # fmt: skip
+    model = Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(
+                torch.randn(p.shape) * (0.5 if p.dim() == 1 else 0.25 if "embed_tokens" not in name else 0.6)
+            )
+    model.save_pretrained(folder, max_shard_size="60KB")
+    edit(folder / "generation_config.json", eos_token_id=3)
+    return folder
+
+
+def test_a_nested_sharded_target_of_another_family_goes_through_every_stage(recipe_file, tmp_path):
+    folder = nested_gemma(tmp_path / "gemma")
+    assert (folder / "model.safetensors.index.json").is_file()
+    made = run(recipe_file, tmp_path / "r", f"target.model={folder}")
+    assert made["extract"]["checks"]["head_agreement"] > 0.999
+    assert made["check"]["healthy"]
+    for cell in made["bench"]["cells"]:
+        assert cell["outputs"]["fault"] == 0
+        assert cell["tau_replayed"] == pytest.approx(cell["tau"]["value"], rel=0.03)

@@ -160,12 +160,17 @@ def inputs_of(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any
         from eyas.generate.prompts import source_path
 
         out["prompts.sources"] = [
-            f"{s.path} {fingerprint(file_hash(p)) if (p := source_path(s.path)).is_file() else 'missing'}"
+            f"{s.path} {_of_file(source_path(s.path))}" if s.path else f"self {s.self_}"
             for s in resolved.recipe.prompts.sources
         ]
+        out["prompts.keep_out"] = [f"{p} {_of_file(Path(p))}" for p in resolved.recipe.prompts.keep_out]
     for name in stage.needs:
         out[name] = rundir.manifest(name)["fingerprint"]
     return out
+
+
+def _of_file(path: Path) -> str:
+    return fingerprint(file_hash(path)) if path.is_file() else "missing"
 
 
 def stale(stage: Stage, resolved: Resolved, rundir: RunDir) -> list[str]:

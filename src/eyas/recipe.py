@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from eyas.errors import RecipeError
 from eyas.target import Target
@@ -76,18 +76,33 @@ class EngineSection(Section):
 
 
 class PromptSource(Section):
-    path: str = Field(
-        description="JSONL with `turns`, `messages` or `prompt`; `builtin` is the shipped set", min_length=1
+    """Either a file of prompts, or a number of user turns that the target writes itself."""
+
+    path: str | None = key(
+        None, "JSONL with `turns`, `messages` or `prompt`; `builtin` is the shipped set", min_length=1
     )
+    self_: int | None = Field(None, alias="self", description="user turns written by the target itself", ge=1)
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    @model_validator(mode="after")
+    def one(self) -> "PromptSource":
+        if (self.path is None) == (self.self_ is None):
+            raise ValueError("a source is either {path: FILE} or {self: NUMBER}")
+        return self
 
 
 class PromptsSection(Section):
     sources: list[PromptSource] = key(
-        [PromptSource(path="builtin")], "430 prompts that ship with eyas", min_length=1
+        [PromptSource.model_validate({"path": "builtin"})], "430 prompts that ship with eyas", min_length=1
     )
-    limit: int | None = key(None, "all of them; a limit is spread evenly over the domains", "prompts", ge=1)
+    limit: int | None = key(
+        None, "all that the files hold; a limit is spread evenly over the domains", "prompts", ge=1
+    )
     held_out: float = key(
         0.1, "share kept from training to measure acceptance; decided by a hash", "share", gt=0, lt=0.9
+    )
+    keep_out: list[str] = key(
+        [], "JSONL files whose prompts must not be trained on: 8-word overlap is left out", "files"
     )
 
 

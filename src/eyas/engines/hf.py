@@ -174,11 +174,13 @@ class HFEngine:
         temperature: list[float],
         top_p: float,
         uniforms: list[np.ndarray],
+        stop_ids: tuple[int, ...] | None = None,
     ) -> list[Answer]:
         """Answer prompts of similar length together; finished rows leave the batch.
 
         uniforms: each row's own random numbers, one per token, so that its answer does not depend on its neighbours.
         """
+        stops = set(self.stop_ids if stop_ids is None else stop_ids)
         longest = max(map(len, prompts))
         pad = [longest - len(p) for p in prompts]
         ids = torch.tensor([[0] * n + p for n, p in zip(pad, prompts, strict=True)], device=self.device)
@@ -206,9 +208,9 @@ class HFEngine:
             done = []
             for i, t in enumerate(token.tolist()):
                 answer = out[rows[i]]
-                if not (answer and answer[-1] in self.stop_ids):
+                if not (answer and answer[-1] in stops):
                     answer.append(t)
-                done.append(answer[-1] in self.stop_ids)
+                done.append(answer[-1] in stops)
             if all(done):
                 break
             if sum(done) >= COMPACT_AT * len(done):
@@ -225,7 +227,7 @@ class HFEngine:
                     layer.keep(stay)
             ids, positions = token[:, None], (at - first)[:, None]
             at += 1
-        return [Answer(row, "stop" if row[-1] in self.stop_ids else "length") for row in out]
+        return [Answer(row, "stop" if row[-1] in stops else "length") for row in out]
 
     @torch.inference_mode()
     def states(self, rows: Sequence[list[int]]) -> Iterator[Seen]:

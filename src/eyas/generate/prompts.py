@@ -6,6 +6,7 @@ Of messages, system and user are kept; assistant ones are dropped, since the tar
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from eyas.recipe import SHIPPED, PromptsSection
 from eyas.stores.conversations import spread
 
 BUILTIN = SHIPPED / "assets" / "prompts.jsonl"
+KEEP_OUT_WORDS = 8
 BAD_SHARE = 0.1  # above this share of broken lines a file is refused: it is probably not what the user meant
 
 
@@ -34,6 +36,36 @@ class Quarantined:
 
     where: str
     reason: str
+
+
+class KeepOut:
+    """Prompts that must not be trained on, by their runs of eight words (the whole prompt where it is shorter)."""
+
+    def __init__(self) -> None:
+        self.grams: dict[tuple[str, ...], str] = {}
+
+    @classmethod
+    def read(cls, paths: list[str]) -> "KeepOut":
+        """Raises UsageError where a file cannot be read or holds a line that is no prompt."""
+        made = cls()
+        for path in map(Path, paths):
+            for where, value in _lines(path):
+                try:
+                    turns = _prompt(value, where, 0.5).turns
+                except ValueError as e:
+                    raise UsageError(f"prompts.keep_out: {where}: {e}") from e
+                for turn in turns:
+                    made.grams |= dict.fromkeys(_grams(turn), path.name)
+        return made
+
+    def overlap(self, turns: tuple[str, ...]) -> str | None:
+        """The file that a prompt shares eight words in a row with, or None."""
+        return next((self.grams[g] for turn in turns for g in _grams(turn) if g in self.grams), None)
+
+
+def _grams(text: str) -> set[tuple[str, ...]]:
+    words = re.findall(r"\w+", normalised(text))
+    return {tuple(words[i : i + KEEP_OUT_WORDS]) for i in range(max(1, len(words) - KEEP_OUT_WORDS + 1))}
 
 
 def source_path(path: str) -> Path:
@@ -57,7 +89,10 @@ def read(section: PromptsSection) -> tuple[list[Prompt], list[Quarantined]]:
     """
     prompts: dict[tuple, Prompt] = {}
     bad: list[Quarantined] = []
+    guarded = KeepOut.read(section.keep_out)
     for source in section.sources:
+        if source.path is None:
+            continue  # written by the target: selfprompt.py
         path = source_path(source.path)
         lines = broken = 0
         for where, value in _lines(path):
@@ -69,7 +104,10 @@ def read(section: PromptsSection) -> tuple[list[Prompt], list[Quarantined]]:
                 broken += 1
                 continue
             identity = (prompt.system, *map(normalised, prompt.turns))
-            if identity in prompts:
+            overlap = guarded.overlap(prompt.turns)
+            if overlap:
+                bad.append(Quarantined(where, f"overlaps {overlap}, which is kept out"))
+            elif identity in prompts:
                 bad.append(Quarantined(where, f"duplicate of {prompts[identity].prompt_id}"))
             else:
                 prompts[identity] = prompt
@@ -78,13 +116,19 @@ def read(section: PromptsSection) -> tuple[list[Prompt], list[Quarantined]]:
                 f"{path}: {broken} of {lines} lines cannot be used; the first: {bad[-broken].where}: {bad[-broken].reason}"
             )
     chosen = spread(list(prompts.values()), section.limit, lambda p: p.domain)
+    if all(s.path for s in section.sources):
+        need_both_sides(chosen, section.held_out)
+    return chosen, bad
+
+
+def need_both_sides(chosen: list[Prompt], share: float) -> None:
+    """Raises UsageError where no prompt is on the training or none on the held-out side."""
     for side, name in ((True, "held-out"), (False, "training")):
         if not any(p.held_out is side for p in chosen):
             raise UsageError(
-                f"prompts: none of the {len(chosen)} prompts is on the {name} side at held_out = {section.held_out}. "
+                f"prompts: none of the {len(chosen)} prompts is on the {name} side at held_out = {share}. "
                 "Give more prompts, or change prompts.held_out."
             )
-    return chosen, bad
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -19,6 +20,7 @@ from eyas.drafter.sampling import row_uniforms
 from eyas.engines.hf import HFEngine
 from eyas.errors import UsageError
 from eyas.generate import prompts as prompt_files
+from eyas.generate import selfprompt
 from eyas.generate.prompts import Prompt, Quarantined
 from eyas.progress import Progress, say
 from eyas.recipe import GenerateSection, Resolved
@@ -52,6 +54,9 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
         target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code
     )
     folder = rundir / "conversations"
+    written, dropped = _self_prompts(engine, tokenizer, folder, resolved)
+    prompts += written
+    prompt_files.need_both_sides(prompts, recipe.prompts.held_out)
     turns = max(len(p.turns) for p in prompts)
     total = sum(len(p.turns) * (1 if p.held_out else options.samples) for p in prompts)
     part = made = 0
@@ -88,7 +93,25 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
         say(
             f"  {len(bad)} prompt(s) left out, listed in {folder / 'quarantine.jsonl'}; the first: {bad[0].where}: {bad[0].reason}"
         )
-    return rundir.finish("generate", _figures(rundir, len(bad), made, seconds))
+    return rundir.finish(
+        "generate", _figures(rundir, len(bad), made, seconds) | {"self_prompts_dropped": dropped}
+    )
+
+
+def _self_prompts(
+    engine: HFEngine, tokenizer: Any, folder: Path, resolved: Resolved
+) -> tuple[list[Prompt], dict[str, int]]:
+    """The user turns that the recipe asks the target to write, those that overlap keep_out left out."""
+    section = resolved.recipe.prompts
+    count = sum(s.self_ or 0 for s in section.sources)
+    if not count:
+        return [], {}
+    batch = resolved.recipe.generate.concurrency
+    key = f"{resolved.target.fingerprint} {resolved.dtype}"
+    written, dropped = selfprompt.write(engine, tokenizer, folder, count, batch, section.held_out, key)
+    guarded = prompt_files.KeepOut.read(section.keep_out)
+    kept = [p for p in written if not guarded.overlap(p.turns)]
+    return kept, dropped | {"kept out": len(written) - len(kept)}
 
 
 def _jobs(

@@ -76,7 +76,9 @@ def _tokens(resolved: Resolved, prompts: list[Any]) -> dict[str, int]:
     each = round(sum(lengths) / max(len(lengths), 1)) or 1
     train = sum(len(p.turns) for p in prompts if not p.held_out) * options.samples
     held = sum(len(p.turns) for p in prompts if p.held_out)
-    return _count(train, held, each, options.max_tokens)
+    own = sum(s.self_ or 0 for s in resolved.recipe.prompts.sources)
+    held_own = round(own * resolved.recipe.prompts.held_out)
+    return _count(train + (own - held_own) * options.samples, held + held_own, each, options.max_tokens)
 
 
 def _tokens_of_facts(resolved: Resolved, facts: FactsSection) -> dict[str, int]:
