@@ -246,3 +246,10 @@ def test_a_nested_sharded_target_of_another_family_goes_through_every_stage(reci
     for cell in made["bench"]["cells"]:
         assert cell["outputs"]["fault"] == 0
         assert cell["tau_replayed"] == pytest.approx(cell["tau"]["value"], rel=0.03)
+
+
+def test_a_target_in_bfloat16_passes_with_its_ties_counted(recipe_file, tmp_path):
+    made = run(recipe_file, tmp_path / "r", "target.dtype=bfloat16", last="check")
+    checks = made["extract"]["checks"]
+    assert checks["head_agreement"] > 0.999 and checks["disk_agreement"] > 0.999
+    assert made["check"]["healthy"]

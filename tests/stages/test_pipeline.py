@@ -80,7 +80,8 @@ def test_every_stage_leaves_what_the_run_folder_promises(finished):
 
 def test_hand_overs_carry_their_numbers(finished):
     _, _, made = finished
-    assert made["extract"]["checks"]["head_agreement"] == 1.0
+    checks = made["extract"]["checks"]
+    assert checks["head_agreement"] == checks["disk_agreement"] == 1.0 and checks["disk_near_ties"] == 0
     assert made["extract"]["checks"]["greedy_agreement"] > 0.98
     assert made["check"]["healthy"] and made["check"]["findings"] == []
     for cell in made["bench"]["cells"]:

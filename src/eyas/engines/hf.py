@@ -99,12 +99,16 @@ class Answer(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What one pass over a row's ids leaves."""
+    """What one pass over a row's ids leaves, on the CPU."""
 
     aux_TLD: Tensor
     last_TD: Tensor
     top1_T: Tensor  # the target's own argmax after each position
     gap_T: Tensor  # its log-probability minus that of the second
+    ulp_T: Tensor  # the step between neighbouring logits of that size, in the type of the logits
+    again_T: Tensor  # argmax of the target's own norm and head over the last states, same shapes: bit for bit the same
+    outside_T: Tensor  # argmax by the caller's own norm and head, or again_T
+    finite_T: Tensor
 
 
 class HFEngine:
@@ -230,17 +234,32 @@ class HFEngine:
         return [Answer(row, "stop" if row[-1] in stops else "length") for row in out]
 
     @torch.inference_mode()
-    def states(self, rows: Sequence[list[int]]) -> Iterator[Seen]:
-        """One pass over rows of similar length (padded at the right, which causal attention never sees)."""
+    def states(
+        self, rows: Sequence[list[int]], outside: Callable[[Tensor], Tensor] | None = None
+    ) -> Iterator[Seen]:
+        """One pass over rows of similar length (padded at the right, which causal attention never sees).
+
+        outside: last states [B, T, D] to logits, by weights that were not loaded by this engine.
+        """
         longest = max(map(len, rows))
         ids = torch.tensor([r + [0] * (longest - len(r)) for r in rows], device=self.device)
         n = self.target.layers
         logits = self._forward(ids, {*self.aux_layers, n}, use_cache=False)
         aux, last = self._aux(), self._captured[n]
+        top1 = logits.argmax(-1)  # not topk's first: among equal logits, common in bfloat16, it may take another
+        top = logits.topk(2, -1).values.float()
+        again = self._own_argmax(last) if logits.dtype != torch.float32 or outside is None else None
+        theirs = outside(last).argmax(-1) if outside else again
+        finite = aux.flatten(2).isfinite().all(-1) & last.isfinite().all(-1)
+        ulp = top[..., 0].abs().clamp_min(1e-6).log2().floor().exp2() * torch.finfo(logits.dtype).eps
+        again = theirs if again is None else again
+        whole = (aux, last, top1, top[..., 0] - top[..., 1], ulp, again, theirs, finite)
+        moved = [x.cpu() for x in whole if x is not None]
         for i, row in enumerate(rows):
-            t = len(row)
-            best = logits[i, :t].float().topk(2, -1)
-            yield Seen(aux[i, :t], last[i, :t], best.indices[:, 0], best.values[:, 0] - best.values[:, 1])
+            yield Seen(*(x[i, : len(row)] for x in moved))
+
+    def _own_argmax(self, last_BTD: Tensor) -> Tensor:
+        return self.model.get_output_embeddings()(self.model.get_decoder().norm(last_BTD)).argmax(-1)
 
 
 def _buffers(cache: Cache) -> list[BufferLayer]:

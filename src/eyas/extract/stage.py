@@ -10,6 +10,7 @@ target's own logits. Greedy rows must also repeat their stored tokens, near ties
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -137,44 +138,44 @@ def _extract(
         batch.append(i)
         following = order[place + 1] if place + 1 < len(order) else None
         if following is None or (len(batch) + 1) * len(group[following].ids) > limit:
-            for j, seen in zip(batch, engine.states([group[b].ids for b in batch]), strict=True):
+            seen_rows = engine.states([group[b].ids for b in batch], partial(own_logits, checker))
+            for j, seen in zip(batch, seen_rows, strict=True):
                 out[j] = _row_states(group[j], seen, resolved)
-                counts.update(_check(group[j], seen, checker))
+                counts.update(_check(group[j], seen))
             progress.add(sum(len(group[b].ids) for b in batch))
             batch = []
     return [r for r in out if r is not None], dict(counts)
 
 
 def _row_states(row: Row, seen: Seen, resolved: Resolved) -> RowStates:
-    aux = seen.aux_TLD.to("cpu", getattr(torch, resolved.recipe.extract.dtype)).clone()
-    last = seen.last_TD.cpu().clone()
-    if len(aux) != len(row.ids) or not (aux.isfinite().all() and last.isfinite().all()):
+    if len(seen.aux_TLD) != len(row.ids) or not bool(seen.finite_T.all()):
         raise ContractError(
             f"row {row.row_id} (prompt {row.prompt_id}): its states are not finite, or are not one per token. "
             f"The target computes in {resolved.dtype}; try --set target.dtype=float32."
         )
-    return RowStates(
-        row.row_id,
-        torch.tensor(row.ids, dtype=torch.int32),
-        aux,
-        last,
-        seen.top1_T.cpu(),
-        len(row.prompt_ids),
-    )
+    aux = seen.aux_TLD.to(getattr(torch, resolved.recipe.extract.dtype)).clone()
+    ids = torch.tensor(row.ids, dtype=torch.int32)
+    return RowStates(row.row_id, ids, aux, seen.last_TD.clone(), seen.top1_T, len(row.prompt_ids))
 
 
-def _check(row: Row, seen: Seen, checker: Checker) -> dict[str, int]:
-    recomputed = own_logits(checker, seen.last_TD).argmax(-1)
-    counts = {"positions": len(row.ids), "head_agrees": int((recomputed == seen.top1_T).sum())}
+def _check(row: Row, seen: Seen) -> dict[str, int]:
+    """Counts: head(norm(last)) against the target's argmax, by its own modules and by the weights on disk, the latter
+    near ties apart, since another order of sums rounds low-precision logits to another neighbour."""
+    near = seen.gap_T <= seen.ulp_T.clamp_min(NEAR_TIE)
+    differs = seen.outside_T != seen.top1_T
+    counts = {
+        "positions": len(row.ids),
+        "head_agrees": int((seen.again_T == seen.top1_T).sum()),
+        "disk_differs": int((differs & ~near).sum()),
+        "disk_near_ties": int((differs & near).sum()),
+    }
     if row.temperature == 0:
         start = len(row.prompt_ids)
-        stored = torch.tensor(row.completion_ids, device=seen.top1_T.device)
-        same = seen.top1_T[start - 1 : -1] == stored
-        near = seen.gap_T[start - 1 : -1] < NEAR_TIE
+        same = seen.top1_T[start - 1 : -1] == torch.tensor(row.completion_ids)
         counts |= {
-            "greedy_positions": len(stored),
+            "greedy_positions": len(row.completion_ids),
             "greedy_agrees": int(same.sum()),
-            "greedy_near_ties": int((~same & near).sum()),
+            "greedy_near_ties": int((~same & near[start - 1 : -1]).sum()),
         }
     return counts
 
@@ -190,18 +191,21 @@ def own_logits(checker: Checker, last_TD: Tensor) -> Tensor:
 
 
 def _judge(counts: Counter[str]) -> dict[str, float]:
-    """The two agreements as shares; raises ContractError when one is too low to train on."""
+    """The agreements as shares; raises ContractError when one is too low to train on."""
     head = counts["head_agrees"] / counts["positions"]
-    out = {"head_agreement": head}
-    said = f"  states: head(norm(last state)) agrees with the target's own argmax at {head:.3%} of {counts['positions']:,} positions"
+    disk = 1 - counts["disk_differs"] / max(counts["positions"] - counts["disk_near_ties"], 1)
+    out = {"head_agreement": head, "disk_agreement": disk}
+    said = f"  states: head(norm(last state)) has the target's own argmax at {head:.3%} of {counts['positions']:,} positions"
+    if counts["disk_near_ties"] or disk != head:
+        said += f" (weights as read from disk: {disk:.3%}, {counts['disk_near_ties']:,} near ties apart)"
     if counts["greedy_positions"]:
         decided = counts["greedy_positions"] - counts["greedy_near_ties"]
         out["greedy_agreement"] = greedy = counts["greedy_agrees"] / max(decided, 1)
         said += f"; greedy answers repeat at {greedy:.3%} ({counts['greedy_near_ties']} near ties apart)"
     say(said)
-    if head <= MIN_HEAD_AGREEMENT:
+    if min(head, disk) <= MIN_HEAD_AGREEMENT:
         raise ContractError(
-            f"states: head(norm(last state)) has the target's argmax at only {head:.2%} of positions (need over "
+            f"states: head(norm(last state)) has the target's argmax at only {min(head, disk):.2%} of positions (need over "
             f"{MIN_HEAD_AGREEMENT:.1%}). The last state is not the input of the final norm, or this family's norm or head "
             "differs from what eyas reads from the weights. Training on it would be silently wrong."
         )

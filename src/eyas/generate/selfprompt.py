@@ -122,5 +122,5 @@ def _batch(engine: HFEngine, tokenizer: Any, around: Frame, number: int, batch: 
         ended = answer.finish_reason == "stop"
         ids = answer.ids[:-1] if ended else answer.ids
         text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-        lines.append(json.dumps({"text": text, "ended": ended}, ensure_ascii=False) + "\n")
+        lines.append(json.dumps({"text": text, "ended": ended}) + "\n")
     return "".join(lines)
