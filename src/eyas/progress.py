@@ -45,6 +45,7 @@ class Progress:
         self.started = self.shown = time.monotonic()
         self.terminal = sys.stderr.isatty()
         self.note = ""
+        self.reported = -1
 
     def __enter__(self) -> "Progress":
         return self
@@ -60,6 +61,7 @@ class Progress:
             self._show(now, end="\r" if self.terminal else "\n")
 
     def _show(self, now: float, end: str) -> None:
+        self.reported = self.done
         spent = max(now - self.started, 1e-6)
         new = self.done - self.first
         left = (
@@ -77,7 +79,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        if kind is None and self.counted:
+        if kind is None and self.counted and (self.terminal or self.reported < self.done):
             self._show(time.monotonic(), end="\n")
         elif self.terminal:
             print(file=sys.stderr)
