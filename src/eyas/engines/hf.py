@@ -246,7 +246,9 @@ class HFEngine:
         n = self.target.layers
         logits = self._forward(ids, {*self.aux_layers, n}, use_cache=False)
         aux, last = self._aux(), self._captured[n]
-        top1 = logits.argmax(-1)  # not topk's first: among equal logits, common in bfloat16, it may take another
+        top1 = logits.argmax(
+            -1
+        )  # not topk's first: among equal logits, common in bfloat16, it may take another
         top = logits.topk(2, -1).values.float()
         again = self._own_argmax(last) if logits.dtype != torch.float32 or outside is None else None
         theirs = outside(last).argmax(-1) if outside else again
