@@ -7,7 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eyas import __version__
+from eyas import target as targets
+from eyas.engines.hf import HFEngine, choose_device, choose_dtype
 from eyas.pipeline import machine
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -48,3 +52,29 @@ def report(name: str, baseline: str, rates: dict[str, list[float]], settings: di
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     print(f"written: {path.relative_to(RESULTS.parents[1])}")
+
+
+def engine_of(model: str) -> tuple[HFEngine, dict[str, Any]]:
+    """The embedded engine with stop ids off, so that every answer has its full length; and what a result file says of it."""
+    device = choose_device().value
+    dtype = choose_dtype("auto", device).value
+    target = targets.load(model)
+    engine = HFEngine(target, dtype, device, [])
+    engine.stop_ids = ()
+    return engine, {
+        "model": target.identity,
+        "dtype": dtype,
+        "device": device,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def library(engine: HFEngine, ids: torch.Tensor, tokens: int) -> int:
+    """transformers' own greedy generate of exactly `tokens` tokens a row; returns how many were made."""
+    ids = ids.to(engine.device)
+    with torch.inference_mode():
+        out = engine.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
+            pad_token_id=0,
+        )  # fmt: skip
+    return (out.shape[1] - ids.shape[1]) * len(ids)

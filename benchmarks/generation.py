@@ -13,10 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import torch
-from common import report, rounds
-
-from eyas import target as targets
-from eyas.engines.hf import HFEngine, choose_device, choose_dtype
+from common import engine_of, library, report, rounds
 
 
 def main() -> None:
@@ -29,40 +26,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args()
-    device = choose_device().value
-    dtype = choose_dtype("auto", device).value
-    target = targets.load(a.model)
-    engine = HFEngine(target, dtype, device, [])
-    engine.stop_ids = ()
+    engine, about = engine_of(a.model)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, target.vocab, (a.batch, a.prompt), generator=generator)
-    prompts, ids = ids.tolist(), ids.to(device)
+    ids = torch.randint(3, engine.target.vocab, (a.batch, a.prompt), generator=generator)
     noise = [np.zeros(a.tokens)] * a.batch
 
     def ours() -> int:
-        engine.generate(prompts, a.tokens, [0.0] * a.batch, 1.0, noise)
-        return a.batch * a.tokens
+        answers = engine.generate(ids.tolist(), a.tokens, [0.0] * a.batch, 1.0, noise)
+        return sum(len(x.ids) for x in answers)
 
-    def theirs() -> int:
-        with torch.inference_mode():
-            engine.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=a.tokens, min_new_tokens=a.tokens,
-                do_sample=False, pad_token_id=0,
-            )  # fmt: skip
-        return a.batch * a.tokens
-
-    settings = vars(a) | {
-        "model": target.identity,
-        "dtype": dtype,
-        "device": device,
-        "threads": torch.get_num_threads(),
-    }
-    report(
-        "generation",
-        "transformers generate",
-        rounds({"transformers generate": theirs, "eyas": ours}, a.rounds),
-        settings,
-    )
+    rates = rounds({"transformers generate": lambda: library(engine, ids, a.tokens), "eyas": ours}, a.rounds)
+    report("generation", "transformers generate", rates, vars(a) | about)
 
 
 if __name__ == "__main__":

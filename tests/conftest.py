@@ -10,6 +10,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eyas import pipeline
 from eyas.contract import Contract, Norms
 from eyas.drafter.network import Drafter
 from eyas.stores.states import RowStates
@@ -97,13 +98,12 @@ def prompt_file(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
-def recipe_file(tmp_path, target_folder, prompt_file) -> Path:
-    path = tmp_path / "tiny.yaml"
+def write_recipe(path: Path, target: Path, prompts: Path) -> Path:
+    """The whole life on the tiny target in some seconds."""
     recipe = {
         "name": "tiny",
-        "target": {"model": str(target_folder), "dtype": "float32", "aux_layers": [0, 1, 2]},
-        "prompts": {"sources": [{"path": str(prompt_file)}], "held_out": 0.3},
+        "target": {"model": str(target), "dtype": "float32", "aux_layers": [0, 1, 2]},
+        "prompts": {"sources": [{"path": str(prompts)}], "held_out": 0.3},
         "generate": {"max_tokens": 16, "concurrency": 6},
         "extract": {"shard_bytes": 200_000},
         "train": {
@@ -117,6 +117,19 @@ def recipe_file(tmp_path, target_folder, prompt_file) -> Path:
     }
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def recipe_file(tmp_path, target_folder, prompt_file) -> Path:
+    return write_recipe(tmp_path / "tiny.yaml", target_folder, prompt_file)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, target_folder, prompt_file):
+    """One complete run, shared: recipe file, run folder, manifests by stage. Tests that change it copy it."""
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = write_recipe(folder / "tiny.yaml", target_folder, prompt_file)
+    return recipe, folder / "run", pipeline.run(str(recipe), (), str(folder / "run"))
 
 
 def contract(**changes) -> Contract:

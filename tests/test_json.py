@@ -8,7 +8,6 @@ import pytest
 from click.testing import CliRunner
 
 from eyas.cli import eyas
-from tests.stages.test_pipeline import finished  # noqa: F401  (a shared fixture)
 from tests.test_house import words
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "json-schema.json").read_text(encoding="utf-8"))
@@ -20,7 +19,7 @@ def test_every_verb_has_a_schema():
 
 
 @pytest.mark.parametrize("verb", sorted(set(SCHEMA["$defs"]) - {"fetch", "init"}))
-def test_what_a_verb_prints_fits_its_schema(finished, verb, tmp_path):  # noqa: F811
+def test_what_a_verb_prints_fits_its_schema(finished, verb, tmp_path):
     _, folder, _ = finished
     more = ["--yes"] if verb == "clean" else []
     if verb == "clean":

@@ -8,11 +8,10 @@ from eyas import pipeline
 from eyas import recipe as recipes
 from eyas.cli import eyas
 from tests.conftest import save_target
-from tests.stages.test_pipeline import finished  # noqa: F401  (a shared fixture)
 
 
 @pytest.fixture
-def copy(finished, tmp_path):  # noqa: F811
+def copy(finished, tmp_path):
     shutil.copytree(finished[1], tmp_path / "run")
     return tmp_path / "run"
 

@@ -7,12 +7,12 @@ import sys
 import time
 
 from eyas.rundir import read_json
-from tests.stages.test_pipeline import finished, outcome  # noqa: F401  (a shared fixture)
+from tests.stages.test_pipeline import outcome
 
 KILLS = 20
 
 
-def test_twenty_kills_at_random_moments_change_nothing(recipe_file, finished, tmp_path):  # noqa: F811
+def test_twenty_kills_at_random_moments_change_nothing(recipe_file, finished, tmp_path):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "eyas", "run", str(recipe_file), "--run", str(folder)]
     rng = random.Random(7)

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from click.testing import CliRunner
 
 from eyas import pipeline
@@ -20,33 +19,6 @@ from eyas.stores import conversations
 
 def run(recipe_file: Path, folder: Path, *sets: str, first=None, last=None):
     return pipeline.run(str(recipe_file), sets, str(folder), first, last)
-
-
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory, target_folder, prompt_file):
-    """One complete run, shared; tests that change it copy it."""
-    folder = tmp_path_factory.mktemp("finished")
-    recipe = folder / "tiny.yaml"
-    recipe.write_text(
-        yaml.safe_dump(
-            {
-                "name": "tiny",
-                "target": {"model": str(target_folder), "dtype": "float32", "aux_layers": [0, 1, 2]},
-                "prompts": {"sources": [{"path": str(prompt_file)}], "held_out": 0.3},
-                "generate": {"max_tokens": 16, "concurrency": 6},
-                "extract": {"shard_bytes": 200_000},
-                "train": {
-                    "draft_vocab": 128,
-                    "ttt_steps": 3,
-                    "epochs": 2,
-                    "tokens_per_step": 256,
-                    "micro_tokens": 128,
-                },
-                "bench": {"k": [1, 3], "rounds": 2, "limit": 3, "max_tokens": 12},
-            }
-        )
-    )
-    return recipe, folder / "run", run(recipe, folder / "run")
 
 
 def test_every_stage_leaves_what_the_run_folder_promises(finished):
