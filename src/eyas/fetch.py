@@ -105,14 +105,19 @@ def _download(source: Source, folder: Path) -> Path:
 
 
 def _convert(gguf: Path, out: Path) -> None:
+    os.environ["TQDM_DISABLE"] = (
+        "1"  # bars that fill a log; read when tqdm is first imported, so before the rest
+    )
     try:
         import accelerate  # noqa: F401
         import gguf as _gguf  # noqa: F401
     except ImportError as e:
         raise SurroundingsError(f"fetch needs the package {e.name}: pip install 'eyas[fetch]'") from e
-    os.environ["TQDM_DISABLE"] = "1"  # three bars that say nothing at a terminal and fill a log
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     say("converting GGUF to bfloat16 safetensors (about a minute) …")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
