@@ -1,4 +1,4 @@
-# setup demo test lint docs bench: each works on a fresh machine with Python 3.11 to 3.13.
+# setup demo test lint format bench: each works on a fresh machine with Python 3.11 to 3.13.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
