@@ -153,8 +153,9 @@ class TrainSection(Section):
     )
     ttt_steps: int = key(5, "draft steps seen in training; the paper has 7", "steps", ge=1, le=16)
     ttt_decay: float = key(0.8, "weight of step k is decay^k (EAGLE-3 paper)", "", gt=0, le=1)
-    loss: Literal["kl"] = key(
-        "kl", "divergence from the target's distribution over the draft vocabulary, float32"
+    loss: Literal["kl", "lk"] = key(
+        "kl",
+        "divergence from the target's distribution over the draft vocabulary; lk is -log of the acceptance of sampled drafts",
     )
     epochs: int = key(5, "best epoch is kept by held-out acceptance length", "epochs", ge=1)
     tokens_per_step: int = key(8192, "tokens of one optimizer step, prompts included", "tokens", ge=64)

@@ -35,8 +35,9 @@ def test_live_positions_start_before_the_first_sampled_token_and_end_three_befor
 
 def test_step_k_of_position_m_reads_index_m_plus_k():
     batch = pack([row()])
-    assert batch.steps_M.tolist() == [3, 2, 1]
-    pairs = [(m, k) for m in range(3) for k in range(int(batch.steps_M[m]))]
+    assert [x.tolist() for x in batch.live] == [[0, 1, 2], [0, 1], [0]]
+    assert [x.tolist() for x in batch.stays] == [[0, 1, 2], [0, 1], [0]]
+    pairs = sorted((m, k) for k, live in enumerate(batch.live) for m in live.tolist())
     read = [(batch.token_M[m + k].item(), batch.truth_M[m + k].item()) for m, k in pairs]
     assert read == [(D, E), (E, F), (F, G), (E, F), (F, G), (F, G)]
 
@@ -46,7 +47,10 @@ def test_two_rows_keep_their_own_positions():
     assert batch.row_starts == (0, 3, 4)
     assert batch.key_pos_K.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
     assert batch.query_key_M.tolist() == [2, 3, 4, 9]
-    assert batch.query_grid_BQ.tolist() == [[0, 1, 2], [3, 4, 4]]  # 4 = padding
+    assert batch.queries == 3 and batch.grid_M.tolist() == [0, 1, 2, 3]
+    assert batch.key_grid_BJ.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert [x.tolist() for x in batch.live] == [[0, 1, 2, 3], [0, 1], [0]]
+    assert [x.tolist() for x in batch.stays] == [[0, 1, 2, 3], [0, 1], [0]]
     assert batch.first_B.tolist() == [2, 4]
 
 

@@ -107,9 +107,14 @@ def test_served_acceptance_equals_the_replayed_walk(engine):
         served, replayed = [], []
         for prompt in prompts(engine, 12):
             got = decode(engine, made, embedding, prompt, k, 40)
-            seen = next(engine.states([prompt + got.ids]))
+            seen = engine.states([prompt + got.ids])
             row = RowStates(
-                "0", torch.tensor(prompt + got.ids), seen.aux_TLD, seen.last_TD, seen.top1_T, len(prompt)
+                "0",
+                torch.tensor(prompt + got.ids),
+                seen.aux_BTLD[0],
+                seen.last_BTD[0],
+                seen.top1_BT[0],
+                len(prompt),
             )
             served.append((got.steps, tuple(got.accepted_at)))
             replayed += [

@@ -21,6 +21,10 @@ def rows():
     return [random_row(11, 4, 1), random_row(7, 5, 2), random_row(12, 1, 3)]
 
 
+def row_of(batch, m):
+    return sum(m >= first for first in batch.row_starts[1:])
+
+
 @pytest.mark.parametrize("norms", VARIANTS, ids=str)
 def test_unrolled_steps_equal_the_reference(norms):
     made = drafter(norms=norms)
@@ -32,7 +36,7 @@ def test_unrolled_steps_equal_the_reference(norms):
         for step in unroll(made, embedding, batch, 4):
             logits = made.logits(step.h)
             for i, m in enumerate(step.live.tolist()):
-                b = int(batch.row_M[m])
+                b = row_of(batch, m)
                 t = rows()[b].start - 1 + m - batch.row_starts[b]
                 h, wanted, _ = expected[b][t, step.k]
                 torch.testing.assert_close(step.h[i], h, rtol=2e-3, atol=2e-4)
@@ -61,7 +65,7 @@ def test_drafting_steps_read_their_own_proposals():
         for _ in unroll(made, embedding, batch, 4, choose):
             pass
     for (m, k), token in seen.items():
-        b = int(batch.row_M[m])
+        b = row_of(batch, m)
         t = rows()[b].start - 1 + m - batch.row_starts[b]
         assert token == expected[b][t, k][2]
     assert len(seen) == sum(len(e) for e in expected)
@@ -84,3 +88,9 @@ def test_d2t_holds_offsets():
     made.d2t_W.zero_()
     made.d2t_W[5:] = 7
     assert made.kept_W.tolist()[:8] == [0, 1, 2, 3, 4, 12, 13, 14]
+
+
+def test_a_batch_packed_for_fewer_steps_is_refused():
+    made = drafter()
+    with pytest.raises(ValueError, match="packed for 2"):
+        list(unroll(made, torch.randn(40, 16), pack(rows(), steps=2), 3))

@@ -21,9 +21,9 @@ def conversations(engine):
     for i in range(8):
         prompt = torch.randint(4, engine.target.vocab, (6 + i,), generator=g).tolist()
         answer = engine.generate([prompt], 24, [0.0], 1.0, [torch.zeros(24).numpy()])[0].ids
-        seen = next(engine.states([prompt + answer]))
+        seen = engine.states([prompt + answer])
         ids = torch.tensor(prompt + answer, dtype=torch.int32)
-        yield RowStates(f"{i:016x}", ids, seen.aux_TLD, seen.last_TD, seen.top1_T, len(prompt))
+        yield RowStates(f"{i:016x}", ids, seen.aux_BTLD[0], seen.last_BTD[0], seen.top1_BT[0], len(prompt))
 
 
 def test_eight_conversations_are_learned(target_folder):
@@ -41,7 +41,7 @@ def test_eight_conversations_are_learned(target_folder):
         (loss.total / batch.pairs).backward()
         optimizer.param_groups[0]["lr"] = schedule.learning_rate(step, UPDATES, 5e-3)
         optimizer.step()
-    accuracy = [h / n for h, n in zip(loss.hits, loss.pairs, strict=True)]
+    accuracy = [h / n for h, n in zip(loss.hits_K.tolist(), loss.pairs, strict=True)]
     walks = [
         replay.walk(a, STEPS) for a in replay.accepted_lengths(made.eval(), teacher.embedding_VD, rows, STEPS)
     ]

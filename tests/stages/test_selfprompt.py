@@ -1,4 +1,5 @@
 import json
+import random
 
 import pytest
 
@@ -35,6 +36,21 @@ def test_near_duplicates_are_dropped_but_another_question_is_kept():
     assert judge.reason("How do I bake good bread at home without an oven?", True) is None
     assert judge.reason("how do I bake good bread at home without an oven, please", True) == "near duplicate"
     assert judge.reason("How do I mend a bicycle tyre at home?", True) is None
+
+
+def test_near_duplicates_are_those_that_comparing_with_every_turn_finds():
+    chance = random.Random(3)
+    words = ["how", "do", "i", "bake", "mend", "sell", "good", "old", "bread", "a", "bicycle", "at", "home", "today"]
+    judge, kept = Filter(), []
+    for _ in range(400):
+        said = [chance.choice(words) for _ in range(chance.randint(4, 9))]
+        shingles = {" ".join(said[i : i + 3]) for i in range(len(said) - 2)}
+        near = any(len(shingles & other) > 0.6 * len(shingles) for other in kept)
+        reason = judge.reason(" ".join(said), True)
+        assert (reason == "near duplicate") == near
+        if reason is None:
+            kept.append(shingles)
+    assert 0 < len(kept) < 400
 
 
 class Writer:

@@ -155,8 +155,8 @@ class Bench:
             (i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b),
             min(len(plain), len(drafted)),
         )
-        seen = next(self.engine.states([prompt + plain[:at]]))
-        return "near_tie" if float(seen.gap_T[-1]) < NEAR_TIE else "fault"
+        seen = self.engine.states([prompt + plain[:at]])
+        return "near_tie" if float(seen.gap_BT[0, -1]) < NEAR_TIE else "fault"
 
 
 def _cut(row: RowStates, max_tokens: int) -> RowStates:

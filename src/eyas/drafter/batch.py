@@ -27,10 +27,12 @@ from torch import Tensor
 
 from eyas.stores.states import RowRef, RowStates
 
+MAX_STEPS = 16
+
 
 @dataclass(frozen=True)
 class Batch:
-    """Flat tensors on one device, and the padded grids that attention uses. Padding points one past the end."""
+    """Flat tensors on one device, and the places in the padded grids that attention uses. Padding points one past the end."""
 
     key_token_K: Tensor  # x[t+1] of each key
     key_aux_KLD: Tensor  # g[t] of each key
@@ -40,12 +42,15 @@ class Batch:
     truth_M: Tensor  # x[t+2]
     last_MD: Tensor  # y[t+1], before the final norm
     top1_M: Tensor  # the target's argmax after position t+1
-    steps_M: Tensor  # for how many draft steps this position lives
-    row_M: Tensor  # row number
     grid_M: Tensor  # place of m in the flattened query grid [B*Q]
-    query_grid_BQ: Tensor  # m, or M for padding
     key_grid_BJ: Tensor  # key index, or K for padding
     first_B: Tensor  # key number (in its row) of a row's first live position: s - 1
+    live: tuple[
+        Tensor, ...
+    ]  # [k]: the positions m that live at draft step k; ends where nothing lives, or at `steps`
+    stays: tuple[Tensor, ...]  # [k]: where in live[k-1] those of live[k] stand
+    steps: int  # how many draft steps `live` was made for
+    queries: int  # Q
     row_starts: tuple[int, ...]  # first m of each row, and M
 
     @property
@@ -59,41 +64,68 @@ def usable(row: RowStates | RowRef) -> bool:
     return row.start >= 1 and len(row) - row.start >= 2
 
 
-def pack(rows: Sequence[RowStates], device: torch.device | str = "cpu") -> Batch:
-    """Pack usable rows end to end. Raises ValueError for a row that is not usable."""
+def pack(rows: Sequence[RowStates], device: torch.device | str = "cpu", steps: int = MAX_STEPS) -> Batch:
+    """Pack usable rows end to end for up to `steps` draft steps. All index arithmetic is done on the CPU and moved at once:
+    nothing here waits for a GPU. Raises ValueError for a row that is not usable.
+    """
     for row in rows:
         if not usable(row):
             raise ValueError(f"row {row.row_id} has no supervised pair")
-    keys = [len(r) - 2 for r in rows]
-    lives = [len(r) - r.start - 1 for r in rows]
-    n_keys, n_live = sum(keys), sum(lives)
-    query_grid = torch.full((len(rows), max(lives)), n_live)
-    key_grid = torch.full((len(rows), max(keys)), n_keys)
-    query_key, row_of, grid, steps = [], [], [], []
-    k0 = m0 = 0
-    for b, (row, nk, nm) in enumerate(zip(rows, keys, lives, strict=True)):
-        key_grid[b, :nk] = torch.arange(k0, k0 + nk)
-        query_grid[b, :nm] = torch.arange(m0, m0 + nm)
-        query_key.append(torch.arange(nm) + k0 + row.start - 1)
-        row_of.append(torch.full((nm,), b))
-        grid.append(torch.arange(nm) + b * query_grid.shape[1])
-        steps.append(torch.arange(nm, 0, -1))
-        k0, m0 = k0 + nk, m0 + nm
-    starts = torch.tensor([0, *lives]).cumsum(0).tolist()
-    tensors = {
+    start_B = torch.tensor([r.start for r in rows])
+    keys_B = torch.tensor([len(r) for r in rows]) - 2
+    lives_B = keys_B + 1 - start_B
+    row_K, place_K = _enumerate(keys_B)
+    row_M, place_M = _enumerate(lives_B)
+    key0_B = keys_B.cumsum(0) - keys_B
+    queries = int(lives_B.max())
+    columns_J = torch.arange(int(keys_B.max()))
+    steps_M = lives_B[row_M] - place_M
+    live, stays = [torch.arange(len(row_M))], [torch.arange(len(row_M))]
+    for k in range(1, min(steps, queries)):
+        stays.append((steps_M[live[-1]] > k).nonzero()[:, 0])
+        live.append(live[-1][stays[-1]])
+    whole = {
         "key_token_K": torch.cat([r.ids_T[1:-1] for r in rows]).long(),
-        "key_aux_KLD": torch.cat([r.aux_TLD[:-2] for r in rows]),
-        "key_pos_K": torch.cat([torch.arange(n) for n in keys]),
-        "query_key_M": torch.cat(query_key),
+        "key_pos_K": place_K,
+        "query_key_M": key0_B[row_M] + start_B[row_M] - 1 + place_M,
         "token_M": torch.cat([r.ids_T[r.start : -1] for r in rows]).long(),
         "truth_M": torch.cat([r.ids_T[r.start + 1 :] for r in rows]).long(),
-        "last_MD": torch.cat([r.last_TD[r.start : -1] for r in rows]),
         "top1_M": torch.cat([r.top1_T[r.start : -1] for r in rows]).long(),
-        "steps_M": torch.cat(steps),
-        "row_M": torch.cat(row_of),
-        "grid_M": torch.cat(grid),
-        "query_grid_BQ": query_grid,
-        "key_grid_BJ": key_grid,
-        "first_B": torch.tensor([r.start - 1 for r in rows]),
+        "grid_M": row_M * queries + place_M,
+        "key_grid_BJ": torch.where(columns_J < keys_B[:, None], key0_B[:, None] + columns_J, len(row_K)),
+        "first_B": start_B - 1,
+        **{f"live {k}": x for k, x in enumerate(live)},
+        **{f"stays {k}": x for k, x in enumerate(stays)},
     }
-    return Batch(**{n: t.to(device) for n, t in tensors.items()}, row_starts=tuple(starts))
+    moved = _move(whole, torch.device(device))
+    return Batch(
+        live=tuple(moved.pop(f"live {k}") for k in range(len(live))),
+        stays=tuple(moved.pop(f"stays {k}") for k in range(len(stays))),
+        **moved,
+        key_aux_KLD=_move_one(torch.cat([r.aux_TLD[:-2] for r in rows]), torch.device(device)),
+        last_MD=_move_one(torch.cat([r.last_TD[r.start : -1] for r in rows]), torch.device(device)),
+        steps=steps,
+        queries=queries,
+        row_starts=tuple([0, *lives_B.cumsum(0).tolist()]),
+    )
+
+
+def _enumerate(lengths_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rows laid end to end: each element's row, and its place in the row."""
+    row = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
+    return row, torch.arange(len(row)) - (lengths_B.cumsum(0) - lengths_B)[row]
+
+
+def _move(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """int64 tensors to the device in one transfer."""
+    if device.type == "cpu":
+        return tensors
+    flat = _move_one(torch.cat([t.flatten() for t in tensors.values()]), device)
+    parts = flat.split([t.numel() for t in tensors.values()])
+    return {n: part.view(t.shape) for (n, t), part in zip(tensors.items(), parts, strict=True)}
+
+
+def _move_one(x: Tensor, device: torch.device) -> Tensor:
+    if x.device.type == "cpu" and device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)

@@ -1,4 +1,4 @@
-"""The training loss: divergence from the target's distribution over the draft vocabulary, float32.
+"""The training loss: how far the drafter is from the target's distribution over the draft vocabulary, float32.
 
 A position whose target argmax is outside the draft vocabulary gives no loss (a renormalised distribution without its
 top says little), but counts as a miss wherever acceptance is estimated.
@@ -27,7 +27,7 @@ class Teacher(NamedTuple):
 
 class Loss(NamedTuple):
     total: Tensor  # sum over steps of decay^k times the sum over pairs, to be divided by the step's pairs
-    hits: list[int]  # per draft step: teacher-forced argmax equals the target's argmax
+    hits_K: Tensor  # per draft step: how often the teacher-forced argmax is the target's argmax
     pairs: list[int]  # per draft step: live pairs, those outside the vocabulary included
 
 
@@ -37,26 +37,35 @@ def teacher_logits(teacher: Teacher, last_MD: Tensor) -> Tensor:
     return normed.to(teacher.head_WD.dtype) @ teacher.head_WD.T
 
 
-def divergence(teacher_PW: Tensor, draft_PW: Tensor) -> Tensor:
-    """Sum over pairs of KL(target || drafter), both renormalised over the draft vocabulary, in float32."""
-    target = teacher_PW.float().log_softmax(-1)
-    return F.kl_div(draft_PW.float().log_softmax(-1), target, reduction="sum", log_target=True)
+def divergence(target_logp_PW: Tensor, draft_PW: Tensor) -> Tensor:
+    """[P]: KL(target || drafter) of each pair, both normalised over the draft vocabulary, in float32."""
+    draft = draft_PW.float().log_softmax(-1)
+    return F.kl_div(draft, target_logp_PW, reduction="none", log_target=True).sum(-1)
 
 
-def ttt_loss(drafter: Drafter, teacher: Teacher, batch: Batch, steps: int, decay: float) -> Loss:
-    """Training-time test over `steps` draft steps (arXiv 2503.01840 section 3)."""
+def unlikeness(target_logp_PW: Tensor, draft_PW: Tensor) -> Tensor:
+    """[P]: -log of the acceptance sum_v min(p, q) that sampled drafts would have (LK loss, arXiv 2602.23881)."""
+    draft = draft_PW.float().log_softmax(-1)
+    return -torch.minimum(target_logp_PW, draft).exp().sum(-1).clamp_min(1e-9).log()
+
+
+LOSSES = {"kl": divergence, "lk": unlikeness}
+
+
+def ttt_loss(
+    drafter: Drafter, teacher: Teacher, batch: Batch, steps: int, decay: float, kind: str = "kl"
+) -> Loss:
+    """Training-time test over `steps` draft steps (arXiv 2503.01840 section 3). Nothing here waits for a GPU."""
     draft_id_M = teacher.draft_id_V[batch.top1_M]
-    inside_M = draft_id_M >= 0
+    inside_M = (draft_id_M >= 0).float()
     with torch.no_grad():
-        place = inside_M.cumsum(0) - 1  # m -> its row among the positions whose teacher is needed
-        teacher_PW = teacher_logits(teacher, batch.last_MD[inside_M])
+        logp_MW = teacher_logits(teacher, batch.last_MD).float().log_softmax(-1)
     total = batch.last_MD.new_zeros((), dtype=torch.float32)
     hits, pairs = [], []
     for step in unroll(drafter, teacher.embedding_VD, batch, steps):
         at = step.live + step.k
-        inside = inside_M[at]
-        logits = drafter.logits(step.h[inside])
-        total = total + decay**step.k * divergence(teacher_PW[place[at[inside]]], logits)
-        hits.append(int((logits.detach().argmax(-1) == draft_id_M[at[inside]]).sum()))
+        logits = drafter.logits(step.h)
+        total = total + decay**step.k * (LOSSES[kind](logp_MW[at], logits) * inside_M[at]).sum()
+        hits.append((logits.detach().argmax(-1) == draft_id_M[at]).sum())
         pairs.append(len(step.live))
-    return Loss(total, hits, pairs)
+    return Loss(total, torch.stack(hits), pairs)

@@ -134,27 +134,25 @@ def unroll(
     """Run draft steps 0..steps-1 for every live position at once, and yield each.
 
     Tokens are teacher-forced; or, with `choose`, drafted: it returns the target ids [Mk] that step k proposes, which
-    step k+1 reads. Ends early when nothing lives.
+    step k+1 reads. Ends early when nothing lives. Raises ValueError when the batch was packed for fewer steps.
     """
+    if steps > batch.steps:
+        raise ValueError(f"{steps} draft steps of a batch that was packed for {batch.steps}")
     dtype = drafter.fc.weight.dtype
     embed = lambda ids: F.embedding(ids, embedding_VD).to(dtype)  # noqa: E731
     x, residual = drafter.mix(embed(batch.key_token_K), drafter.fuse(batch.key_aux_KLD.to(dtype)))
     key_K, value_K = drafter.key_value(x, batch.key_pos_K)
     key = _pad(key_K, batch.key_grid_BJ)
     value = _pad(value_K, batch.key_grid_BJ)
-    mask = visible(batch.key_grid_BJ.shape[1], batch.query_grid_BQ.shape[1], batch.first_B)
+    mask = visible(batch.key_grid_BJ.shape[1], batch.queries, batch.first_B)
     pos_M = batch.key_pos_K[batch.query_key_M]
-    live = torch.arange(batch.pairs, device=pos_M.device)
     x, residual = x[batch.query_key_M], residual[batch.query_key_M]
     own: list[tuple[Tensor, Tensor]] = []
     chosen: Tensor | None = None
     h = x
-    for k in range(steps):
+    for k, (live, stays) in enumerate(zip(batch.live[:steps], batch.stays[:steps], strict=True)):
         if k:
-            stays = batch.steps_M[live] > k
-            live, h = live[stays], drafter.fed_back(h[stays])
-            if not len(live):
-                return
+            h = drafter.fed_back(h[stays])
             token = batch.token_M[live + k] if chosen is None else chosen[stays]
             x, residual = drafter.mix(embed(token), h)
             own_k, own_v = drafter.key_value(x, pos_M[live] + k)
@@ -174,6 +172,6 @@ def _pad(flat_KNE: Tensor, grid_BJ: Tensor) -> Tensor:
 
 def _spread(flat: Tensor, live: Tensor, batch: Batch) -> Tensor:
     """Values of the live positions to the padded query grid [B, Q, …]; zeros elsewhere."""
-    b, q = batch.query_grid_BQ.shape
+    b, q = len(batch.first_B), batch.queries
     out = flat.new_zeros(b * q, *flat.shape[1:])
     return out.index_copy(0, batch.grid_M[live], flat).view(b, q, *flat.shape[1:])

@@ -22,7 +22,7 @@ from eyas.drafter.batch import Batch, pack, usable
 from eyas.drafter.network import Drafter, Step, unroll
 from eyas.stores.states import RowStates
 
-TOKENS_AT_ONCE = 4096
+TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 32768}
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def accepted_lengths(
     device = drafter.fc.weight.device
     kept_W = drafter.kept_W
     out: list[list[int]] = []
-    for group in _groups(rows):
-        batch = pack(group, device)
+    for group in _groups(rows, TOKENS_AT_ONCE[device.type]):
+        batch = pack(group, device, k)
         accepted = torch.zeros_like(batch.token_M)
         alive = torch.ones_like(batch.token_M, dtype=torch.bool)
 
@@ -88,13 +88,13 @@ def accepted_lengths(
     return out
 
 
-def _groups(rows: Iterable[RowStates]) -> Iterator[list[RowStates]]:
+def _groups(rows: Iterable[RowStates], limit: int) -> Iterator[list[RowStates]]:
     """Usable rows in their order, some thousand tokens at a time."""
     group: list[RowStates] = []
     for row in rows:
         if not usable(row):
             continue
-        if group and sum(map(len, group)) + len(row) > TOKENS_AT_ONCE:
+        if group and sum(map(len, group)) + len(row) > limit:
             yield group
             group = []
         group.append(row)

@@ -7,7 +7,7 @@ B rows, T tokens, L aux layers, D target width, V vocabulary.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -99,16 +99,16 @@ class Answer(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What one pass over a row's ids leaves, on the CPU."""
+    """What one pass over a batch of ids leaves, on the engine's device; positions past a row's end mean nothing."""
 
-    aux_TLD: Tensor
-    last_TD: Tensor
-    top1_T: Tensor  # the target's own argmax after each position
-    gap_T: Tensor  # its log-probability minus that of the second
-    ulp_T: Tensor  # the step between neighbouring logits of that size, in the type of the logits
-    again_T: Tensor  # argmax of the target's own norm and head over the last states, same shapes: bit for bit the same
-    outside_T: Tensor  # argmax by the caller's own norm and head, or again_T
-    finite_T: Tensor
+    aux_BTLD: Tensor
+    last_BTD: Tensor
+    top1_BT: Tensor  # the target's own argmax after each position
+    gap_BT: Tensor  # its log-probability minus that of the second
+    ulp_BT: Tensor  # the step between neighbouring logits of that size, in the type of the logits
+    again_BT: Tensor  # argmax of the target's own norm and head over the last states, same shapes: bit for bit the same
+    outside_BT: Tensor  # argmax by the caller's own norm and head, or again
+    finite_BT: Tensor
 
 
 class HFEngine:
@@ -234,9 +234,7 @@ class HFEngine:
         return [Answer(row, "stop" if row[-1] in stops else "length") for row in out]
 
     @torch.inference_mode()
-    def states(
-        self, rows: Sequence[list[int]], outside: Callable[[Tensor], Tensor] | None = None
-    ) -> Iterator[Seen]:
+    def states(self, rows: Sequence[list[int]], outside: Callable[[Tensor], Tensor] | None = None) -> Seen:
         """One pass over rows of similar length (padded at the right, which causal attention never sees).
 
         outside: last states [B, T, D] to logits, by weights that were not loaded by this engine.
@@ -246,19 +244,16 @@ class HFEngine:
         n = self.target.layers
         logits = self._forward(ids, {*self.aux_layers, n}, use_cache=False)
         aux, last = self._aux(), self._captured[n]
-        top1 = logits.argmax(
-            -1
-        )  # not topk's first: among equal logits, common in bfloat16, it may take another
-        top = logits.topk(2, -1).values.float()
         again = self._own_argmax(last) if logits.dtype != torch.float32 or outside is None else None
         theirs = outside(last).argmax(-1) if outside else again
+        top1 = logits.argmax(-1, keepdim=True)
+        best = logits.gather(-1, top1)[..., 0].float()
+        second = logits.scatter_(-1, top1, float("-inf")).amax(-1).float()
         finite = aux.flatten(2).isfinite().all(-1) & last.isfinite().all(-1)
-        ulp = top[..., 0].abs().clamp_min(1e-6).log2().floor().exp2() * torch.finfo(logits.dtype).eps
+        ulp = best.abs().clamp_min(1e-6).log2().floor().exp2() * torch.finfo(logits.dtype).eps
         again = theirs if again is None else again
-        whole = (aux, last, top1, top[..., 0] - top[..., 1], ulp, again, theirs, finite)
-        moved = [x.cpu() for x in whole if x is not None]
-        for i, row in enumerate(rows):
-            yield Seen(*(x[i, : len(row)] for x in moved))
+        assert again is not None and theirs is not None
+        return Seen(aux, last, top1[..., 0], best - second, ulp, again, theirs, finite)
 
     def _own_argmax(self, last_BTD: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(self.model.get_decoder().norm(last_BTD)).argmax(-1)

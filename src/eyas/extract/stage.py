@@ -8,9 +8,11 @@ target's own logits. Greedy rows must also repeat their stored tokens, near ties
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ from eyas.stores.states import RowStates
 from eyas.target import ONE_PLUS_WEIGHT
 
 PASS_TOKENS = {"cpu": 1024, "cuda": 16384}  # logits of a pass are tokens x vocabulary x 4 bytes
+WRITERS = 4  # shards written and hashed while the next is computed; each holds extract.shard_bytes
 MIN_HEAD_AGREEMENT = 0.999
 MIN_GREEDY_AGREEMENT = 0.98
 
@@ -49,27 +52,27 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     folder = rundir / "states"
     counts: Counter[str] = Counter()
     shards: list[dict[str, Any]] = []
-    seconds, made = 0.0, 0
-    with Progress("extract", total, "tokens") as progress:
+    made, began = 0, time.perf_counter()
+    with Progress("extract", total, "tokens") as progress, ThreadPoolExecutor(WRITERS) as pool:
+        writing: deque[Future[dict[str, Any]]] = deque()
         for number, group in enumerate(_shards(rows, resolved)):
             interrupt.safe_place()
             path = folder / f"shard-{number:05d}.safetensors"
             tokens = sum(len(r.ids) for r in group)
             if path.is_file():
-                checks = states.read_checks(path)
+                counts.update(states.read_checks(path))
                 progress.done += tokens
                 progress.first += tokens
+                writing.append(pool.submit(_described, path, group))
             else:
-                began = time.perf_counter()
                 done, checks = _extract(engine, checker, group, resolved, progress)
-                with atomic(path) as tmp:
-                    states.write_shard(tmp, done, checks)
-                seconds += time.perf_counter() - began
+                counts.update(checks)
+                writing.append(pool.submit(_write, path, group, done, checks))
                 made += tokens
-            counts.update(checks)
-            shards.append(
-                {"file": path.name, "sha256": file_hash(path), "rows": len(group), "tokens": tokens}
-            )
+            if len(writing) > WRITERS:
+                shards.append(writing.popleft().result())
+        shards += [w.result() for w in writing]
+    seconds = time.perf_counter() - began
     agreement = _judge(counts)
     return rundir.finish(
         "extract",
@@ -79,9 +82,20 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
             "tokens": total,
             "bytes": sum((folder / s["file"]).stat().st_size for s in shards),
             "checks": dict(counts) | agreement,
-            "rates": {"tokens_per_s": made / seconds if seconds else None},
+            "rates": {"tokens_per_s": made / seconds if made else None},
         },
     )
+
+
+def _write(path: Path, group: list[Row], done: list[RowStates], checks: dict[str, int]) -> dict[str, Any]:
+    with atomic(path) as tmp:
+        states.write_shard(tmp, done, checks)
+    return _described(path, group)
+
+
+def _described(path: Path, group: list[Row]) -> dict[str, Any]:
+    tokens = sum(len(r.ids) for r in group)
+    return {"file": path.name, "sha256": file_hash(path), "rows": len(group), "tokens": tokens}
 
 
 def _shards(rows: list[Row], resolved: Resolved) -> Iterator[list[Row]]:
@@ -138,46 +152,56 @@ def _extract(
         batch.append(i)
         following = order[place + 1] if place + 1 < len(order) else None
         if following is None or (len(batch) + 1) * len(group[following].ids) > limit:
-            seen_rows = engine.states([group[b].ids for b in batch], partial(own_logits, checker))
-            for j, seen in zip(batch, seen_rows, strict=True):
-                out[j] = _row_states(group[j], seen, resolved)
-                counts.update(_check(group[j], seen))
+            passed = [group[b] for b in batch]
+            seen = engine.states([r.ids for r in passed], partial(own_logits, checker))
+            counts.update(_check(passed, seen))
+            for j, made in zip(batch, _row_states(passed, seen, resolved), strict=True):
+                out[j] = made
             progress.add(sum(len(group[b].ids) for b in batch))
             batch = []
     return [r for r in out if r is not None], dict(counts)
 
 
-def _row_states(row: Row, seen: Seen, resolved: Resolved) -> RowStates:
-    if len(seen.aux_TLD) != len(row.ids) or not bool(seen.finite_T.all()):
-        raise ContractError(
-            f"row {row.row_id} (prompt {row.prompt_id}): its states are not finite, or are not one per token. "
-            f"The target computes in {resolved.dtype}; try --set target.dtype=float32."
-        )
-    aux = seen.aux_TLD.to(getattr(torch, resolved.recipe.extract.dtype)).clone()
-    ids = torch.tensor(row.ids, dtype=torch.int32)
-    return RowStates(row.row_id, ids, aux, seen.last_TD.clone(), seen.top1_T, len(row.prompt_ids))
+def _row_states(rows: list[Row], seen: Seen, resolved: Resolved) -> Iterator[RowStates]:
+    aux = seen.aux_BTLD.to(getattr(torch, resolved.recipe.extract.dtype)).cpu()
+    last, top1 = seen.last_BTD.cpu(), seen.top1_BT.cpu()
+    finite = seen.finite_BT.cpu()
+    for i, row in enumerate(rows):
+        n = len(row.ids)
+        if not bool(finite[i, :n].all()):
+            raise ContractError(
+                f"row {row.row_id} (prompt {row.prompt_id}): its states are not finite. "
+                f"The target computes in {resolved.dtype}; try --set target.dtype=float32."
+            )
+        ids = torch.tensor(row.ids, dtype=torch.int32)
+        yield RowStates(row.row_id, ids, aux[i, :n], last[i, :n], top1[i, :n], len(row.prompt_ids))
 
 
-def _check(row: Row, seen: Seen) -> dict[str, int]:
+def _check(rows: list[Row], seen: Seen) -> dict[str, int]:
     """Counts: head(norm(last)) against the target's argmax, by its own modules and by the weights on disk, the latter
     near ties apart, since another order of sums rounds low-precision logits to another neighbour."""
-    near = seen.gap_T <= seen.ulp_T.clamp_min(NEAR_TIE)
-    differs = seen.outside_T != seen.top1_T
+    near = seen.gap_BT <= seen.ulp_BT.clamp_min(NEAR_TIE)
+    differs = seen.outside_BT != seen.top1_BT
+    longest, device = seen.top1_BT.shape[1], seen.top1_BT.device
+    lengths = torch.tensor([len(r.ids) for r in rows], device=device)[:, None]
+    starts = torch.tensor([len(r.prompt_ids) for r in rows], device=device)[:, None]
+    greedy = torch.tensor([r.temperature == 0 for r in rows], device=device)[:, None]
+    at = torch.arange(longest, device=device)[None]
+    real = at < lengths
+    answers = greedy & (at >= starts - 1) & (at < lengths - 1)  # where an answer's next token is decided
+    following = torch.tensor([r.ids[1:] + [0] * (longest + 1 - len(r.ids)) for r in rows], device=device)
+    same = seen.top1_BT == following
     counts = {
-        "positions": len(row.ids),
-        "head_agrees": int((seen.again_T == seen.top1_T).sum()),
-        "disk_differs": int((differs & ~near).sum()),
-        "disk_near_ties": int((differs & near).sum()),
+        "positions": real,
+        "head_agrees": real & (seen.again_BT == seen.top1_BT),
+        "disk_differs": real & differs & ~near,
+        "disk_near_ties": real & differs & near,
+        "greedy_positions": answers,
+        "greedy_agrees": answers & same,
+        "greedy_near_ties": answers & ~same & near,
     }
-    if row.temperature == 0:
-        start = len(row.prompt_ids)
-        same = seen.top1_T[start - 1 : -1] == torch.tensor(row.completion_ids)
-        counts |= {
-            "greedy_positions": len(row.completion_ids),
-            "greedy_agrees": int(same.sum()),
-            "greedy_near_ties": int((~same & near[start - 1 : -1]).sum()),
-        }
-    return counts
+    found = torch.stack([mask.sum() for mask in counts.values()]).tolist()
+    return dict(zip(counts, found, strict=True))
 
 
 def own_logits(checker: Checker, last_TD: Tensor) -> Tensor:

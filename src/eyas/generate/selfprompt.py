@@ -54,8 +54,8 @@ class Filter:
     """Decides turn by turn, remembering what was kept."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, list[int]] = {}
-        self.kept = 0
+        self.seen: dict[str, list[int]] = {}  # shingle -> the kept turns that have it
+        self.kept: list[set[str]] = []
 
     def reason(self, text: str, ended: bool) -> str | None:
         """Why a turn is dropped, or None when it is kept."""
@@ -68,13 +68,20 @@ class Filter:
         distinct = set(shingles)
         if len(distinct) < LOOP_SHARE * len(shingles):
             return "loop"
-        shared = Counter(i for s in distinct for i in self.seen.get(s, ()))
-        if shared and max(shared.values()) > SAME_SHARE * len(distinct):
+        if self._resembles(distinct):
             return "near duplicate"
         for s in distinct:
-            self.seen.setdefault(s, []).append(self.kept)
-        self.kept += 1
+            self.seen.setdefault(s, []).append(len(self.kept))
+        self.kept.append(distinct)
         return None
+
+    def _resembles(self, distinct: set[str]) -> bool:
+        """Whether one kept turn has more than SAME_SHARE of these shingles. Such a turn lacks fewer than the rest, so it has
+        one of any that many: only those with one of the rarest are compared."""
+        rarest = sorted(distinct, key=lambda s: (len(self.seen.get(s, ())), s))
+        some = rarest[: int((1 - SAME_SHARE) * len(distinct)) + 1]
+        near = {i for s in some for i in self.seen.get(s, ())}
+        return any(len(distinct & self.kept[i]) > SAME_SHARE * len(distinct) for i in near)
 
 
 def write(

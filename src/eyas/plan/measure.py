@@ -33,7 +33,7 @@ def rates(resolved: Resolved, prompt_tokens: int) -> dict[str, float]:
     never = HFEngineNeverStops(engine)
     batch = timed(lambda: never.generate(rows, prompt))
     one = timed(lambda: decode(never.engine, None, None, prompt, 0, DECODE_TOKENS))
-    passed = timed(lambda: list(engine.states([prompt * (PASS_TOKENS // len(prompt) + 1)])))
+    passed = timed(lambda: engine.states([prompt * (PASS_TOKENS // len(prompt) + 1)]))
     trained = timed(_training(resolved))
     return {
         "decode_tokens_per_s": rows * DECODE_TOKENS / batch,
@@ -80,7 +80,7 @@ def _training(resolved: Resolved) -> Callable[[], object]:
         )
         for i in range(TRAIN_ROWS)
     ]  # fmt: skip
-    batch = pack(rows, resolved.device)
+    batch = pack(rows, resolved.device, options.ttt_steps)
     teacher = Teacher(
         torch.randn(vocab, width, device=resolved.device),
         torch.ones(width, device=resolved.device),

@@ -14,6 +14,8 @@ T tokens of a shard, L aux layers, D target width, R rows.
 
 import hashlib
 import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 OPEN_SHARDS = 64
+HASHERS = 4  # threads; hashing releases the interpreter
 ID_BYTES = 8  # a token id and a top-1 id
 AGAIN = "Extract again with --from extract."
 
@@ -43,6 +46,10 @@ class RowStates:
 
     def __len__(self) -> int:
         return len(self.ids_T)
+
+    def load(self) -> "RowStates":
+        """Itself: a row that is loaded stands wherever a RowRef does."""
+        return self
 
 
 def bytes_per_token(layers: int, hidden: int, aux_bytes: int, last_bytes: int) -> int:
@@ -88,6 +95,28 @@ class RowRef:
         return RowStates(self.row_id, ids, aux, last, top1, self.start)
 
 
+def load_all(rows: Sequence[RowRef], device: str) -> list[RowStates]:
+    """Rows with their states on `device` (ids and top1 stay on the CPU), each shard read once."""
+    import torch
+
+    whole = {}
+    for path in {r.path for r in rows}:
+        f = _opened(path)
+        whole[path] = {n: f.get_tensor(n) for n in ("ids", "aux", "last", "top1")}
+        whole[path] |= {n: whole[path][n].to(torch.device(device)) for n in ("aux", "last")}
+    return [
+        RowStates(
+            r.row_id, *(whole[r.path][n][r.begin : r.end] for n in ("ids", "aux", "last", "top1")), r.start
+        )
+        for r in rows
+    ]
+
+
+def bytes_of(rows: Sequence[RowRef]) -> int:
+    """Memory that the shards of these rows take."""
+    return sum(path.stat().st_size for path in {r.path for r in rows})
+
+
 def _opened(path: Path) -> Any:
     """The shard, memory-mapped; kept open until it is replaced or others need the place."""
     about = path.stat()
@@ -106,19 +135,22 @@ def refs(folder: Path, shards: list[dict[str, Any]]) -> list[RowRef]:
 
     Raises ContractError when a shard is missing or is not the one that was written.
     """
-    out: list[RowRef] = []
-    for shard in shards:
-        path = folder / shard["file"]
+    paths = [folder / shard["file"] for shard in shards]
+    for path in paths:
         if not path.is_file():
             raise ContractError(f"{path} is missing, though {folder}/manifest.json names it. {AGAIN}")
-        with path.open("rb") as f:
-            found = hashlib.file_digest(f, "sha256").hexdigest()
-        if found != shard["sha256"]:
-            raise ContractError(
-                f"{path}: checksum {found[:12]}… where the manifest has {shard['sha256'][:12]}…. {AGAIN}"
-            )
-        out += _rows_of(path)
-    return out
+    with ThreadPoolExecutor(HASHERS) as pool:
+        for path, shard, found in zip(paths, shards, pool.map(_hash, paths), strict=True):
+            if found != shard["sha256"]:
+                raise ContractError(
+                    f"{path}: checksum {found[:12]}… where the manifest has {shard['sha256'][:12]}…. {AGAIN}"
+                )
+    return [row for path in paths for row in _rows_of(path)]
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _rows_of(path: Path) -> list[RowRef]:

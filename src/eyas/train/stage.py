@@ -11,6 +11,7 @@ Reads states/ and conversations/ (split and domain of each row). Writes
 import json
 import math
 import time
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from eyas import interrupt
 from eyas.contract import Norms, for_target
-from eyas.drafter.batch import pack, usable
+from eyas.drafter.batch import Batch, pack, usable
 from eyas.drafter.loss import Teacher, ttt_loss
 from eyas.drafter.network import Drafter
 from eyas.errors import ContractError
@@ -26,18 +27,21 @@ from eyas.progress import Progress, say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir, file_hash
 from eyas.stores import conversations, states
-from eyas.stores.states import RowRef
+from eyas.stores.states import RowRef, RowStates
 from eyas.train import checkpoint, evaluation, records, schedule, vocabulary
+from eyas.train.feed import Later, ahead
 
 MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}
 EVAL_K = 5  # replay drafts this deep, or as deep as training went
 SAVE_EVERY_S = 60.0
+RESIDENT_SHARE = 0.5  # of the free GPU memory: states that fit into it are moved there once
+UNREAD = 1  # steps whose figures may still be on the GPU while the next is launched
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 
 
 class Data(NamedTuple):
-    train: list[RowRef]
-    held_out: list[RowRef]
+    train: list[RowRef] | list[RowStates]
+    held_out: list[RowRef] | list[RowStates]
     domains: list[str]  # of each held-out row
 
 
@@ -46,21 +50,9 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
 
     Raises ContractError when there is nothing to train on or the loss is not finite.
     """
-    options = resolved.recipe.train
-    data = _load(resolved, rundir)
-    always = {
-        *resolved.target.stop_ids,
-        *resolved.target.tokenizer(resolved.recipe.target.trust_remote_code).all_special_ids,
-    }
-    vocab = vocabulary.choose(
-        (r.slice("ids")[r.start :] for r in data.train),
-        (r.slice("ids")[: r.start] for r in data.train),
-        always,
-        options.draft_vocab,
-        resolved.target.vocab,
-    )
-    _print_vocabulary(vocab, data)
-    trainer = Trainer(resolved, rundir, data, vocab)
+    data = load(resolved, rundir)
+    vocab = draft_vocabulary(resolved, data)
+    trainer = Trainer(resolved, rundir, resident(data, resolved.device), vocab)
     began = time.perf_counter()
     trainer.train()
     best = json.loads((rundir / "drafter" / "best" / "metrics.json").read_text(encoding="utf-8"))
@@ -85,7 +77,8 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     )
 
 
-def _load(resolved: Resolved, rundir: RunDir) -> Data:
+def load(resolved: Resolved, rundir: RunDir) -> Data:
+    """The rows that can be trained on and those held out. Raises ContractError where one side is empty."""
     manifest = rundir.manifest("extract")
     rows = {r.row_id: r for r in conversations.read(rundir / "conversations")}
     train, held_out, domains = [], [], []
@@ -108,6 +101,35 @@ def _load(resolved: Resolved, rundir: RunDir) -> Data:
             "more; both are needed."
         )
     return Data(train, held_out, domains)
+
+
+def resident(data: Data, device: str) -> Data:
+    """The rows with their states on the GPU, where they fit; as they are elsewhere."""
+    if device != "cuda":
+        return data
+    size = states.bytes_of([*data.train, *data.held_out])
+    if size > RESIDENT_SHARE * torch.cuda.mem_get_info()[0]:
+        return data
+    say(f"  {size / 1e9:.1f} GB of states fit into the GPU's memory: read once")
+    rows = states.load_all([*data.train, *data.held_out], device)
+    return Data(rows[: len(data.train)], rows[len(data.train) :], data.domains)
+
+
+def draft_vocabulary(resolved: Resolved, data: Data) -> vocabulary.Vocabulary:
+    """Chosen from the training answers; printed with what it covers."""
+    always = {
+        *resolved.target.stop_ids,
+        *resolved.target.tokenizer(resolved.recipe.target.trust_remote_code).all_special_ids,
+    }
+    vocab = vocabulary.choose(
+        (r.slice("ids")[r.start :] for r in data.train),
+        (r.slice("ids")[: r.start] for r in data.train),
+        always,
+        resolved.recipe.train.draft_vocab,
+        resolved.target.vocab,
+    )
+    _print_vocabulary(vocab, data)
+    return vocab
 
 
 def _print_vocabulary(vocab: vocabulary.Vocabulary, data: Data) -> None:
@@ -134,6 +156,18 @@ def make_teacher(resolved: Resolved, kept_W: Tensor) -> Teacher:
     )
 
 
+class Started(NamedTuple):
+    """An optimizer step that was launched, and what its record needs."""
+
+    step: int
+    epoch: int
+    rows: list[int]
+    rate: float
+    pairs: int
+    seen: list[int]  # pairs at each draft step
+    figures: Later  # loss sum, gradient norm, hits at each draft step
+
+
 class Trainer:
     """The training loop and what it needs between steps."""
 
@@ -152,7 +186,11 @@ class Trainer:
         )
         self.drafter.to(self.device)
         self.optimizer = torch.optim.AdamW(
-            self.drafter.parameters(), lr=self.options.lr, betas=BETAS, weight_decay=WEIGHT_DECAY
+            self.drafter.parameters(),
+            lr=self.options.lr,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
+            fused=self.device == "cuda",
         )
         self.lengths = [len(r) for r in data.train]
         self.pairs = [len(r) - r.start - 1 for r in data.train]
@@ -174,62 +212,104 @@ class Trainer:
         if self.state_file.is_file():
             place = checkpoint.load(self.state_file, self.drafter, self.optimizer)
             say(f"  resuming at step {place['step']} of {self.total_steps}")
-        log = records.open_steps(self.rundir / "train" / "steps.jsonl", place["step"])
         saved = time.monotonic()
         done_before = [sum(map(len, self.plan[:e])) for e in range(len(self.plan))]
         with (
-            log,
+            records.open_steps(self.rundir / "train" / "steps.jsonl", place["step"]) as log,
             records.board(self.rundir, self.loggers) as board,
             Progress("train", self.total_steps, "steps", "supervised tokens", place["step"]) as progress,
         ):
-            for epoch in range(place["epoch"], len(self.plan)):
-                for rows in self.plan[epoch][place["step"] - done_before[epoch] :]:
-                    record = self._step(rows, place["step"])
-                    place["step"] += 1
-                    log.write(json.dumps({"step": place["step"], "epoch": epoch + 1, **record}) + "\n")
+            unread: deque[Started] = deque()
+
+            def settle(left: int) -> None:
+                while len(unread) > left:
+                    record = self._record(unread.popleft())
+                    log.write(json.dumps(record) + "\n")
                     log.flush()
                     for name in ("loss", "accuracy_0", "lr"):
-                        board.add_scalar(f"train/{name}", record[name], place["step"])
+                        board.add_scalar(f"train/{name}", record[name], record["step"])
                     progress.add(1, record["pairs"], f"loss {record['loss']:.3f}")
+
+            for epoch in range(place["epoch"], len(self.plan)):
+                todo = self.plan[epoch][place["step"] - done_before[epoch] :]
+                for rows, batches in zip(todo, ahead(todo, self._batches), strict=True):
+                    unread.append(self._step(rows, batches, place["step"], epoch))
+                    place["step"] += 1
+                    settle(UNREAD)
                     if time.monotonic() - saved > SAVE_EVERY_S or interrupt.asked():
+                        settle(0)
                         checkpoint.save(self.state_file, self.drafter, self.optimizer, place)
                         saved = time.monotonic()
                         interrupt.safe_place()
+                settle(0)
                 tau = self._finish_epoch(epoch, place["best"])
                 board.add_scalar("held_out/tau", tau, epoch + 1)
                 place |= {"epoch": epoch + 1, "best": max(place["best"], tau)}
                 checkpoint.save(self.state_file, self.drafter, self.optimizer, place)
 
-    def _step(self, rows: list[int], step: int) -> dict[str, Any]:
-        """One optimizer step over rows, accumulated over micro batches."""
+    def _batches(self, rows: list[int]) -> list[Batch]:
+        return [
+            pack([self.data.train[i].load() for i in group], self.device, self.options.ttt_steps)
+            for group in schedule.micro_batches(rows, self.lengths, self.micro)
+        ]
+
+    def _step(self, rows: list[int], batches: list[Batch], step: int, epoch: int) -> "Started":
+        """Launch one optimizer step over rows, accumulated over micro batches; its figures are read later."""
         rate = schedule.learning_rate(step, self.total_steps, self.options.lr)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        steps = self.options.ttt_steps
         pairs = sum(self.pairs[i] for i in rows)
-        loss_sum, hits, seen = 0.0, [0] * self.options.ttt_steps, [0] * self.options.ttt_steps
+        loss_sum, hits_K, seen = (
+            torch.zeros((), device=self.device),
+            torch.zeros(steps, device=self.device),
+            [0] * steps,
+        )
         self.optimizer.zero_grad(set_to_none=True)
-        for batch_rows in schedule.micro_batches(rows, self.lengths, self.micro):
-            batch = pack([self.data.train[i].load() for i in batch_rows], self.device)
+        for batch in batches:
             with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
                 loss = ttt_loss(
-                    self.drafter, self.teacher, batch, self.options.ttt_steps, self.options.ttt_decay
+                    self.drafter, self.teacher, batch, steps, self.options.ttt_decay, self.options.loss
                 )
             (loss.total / pairs).backward()
-            loss_sum += float(loss.total.detach())
-            for k, (h, n) in enumerate(zip(loss.hits, loss.pairs, strict=True)):
-                hits[k] += h
+            loss_sum += loss.total.detach()
+            hits_K[: len(loss.pairs)] += loss.hits_K
+            for k, n in enumerate(loss.pairs):
                 seen[k] += n
-        norm = float(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), CLIP))
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), CLIP)
+        self.optimizer.step()
+        return Started(
+            step + 1,
+            epoch + 1,
+            rows,
+            rate,
+            pairs,
+            seen,
+            Later(torch.cat([loss_sum[None], norm[None], hits_K])),
+        )
+
+    def _record(self, started: "Started") -> dict[str, Any]:
+        """The line of steps.jsonl. Raises ContractError when the loss or its gradient is not finite."""
+        loss_sum, norm, *hits = started.figures.read()
         if not math.isfinite(loss_sum) or not math.isfinite(norm):
-            names = ", ".join(self.data.train[i].row_id for i in rows[:5])
+            names = ", ".join(self.data.train[i].row_id for i in started.rows[:5])
             raise ContractError(
-                f"train: step {step + 1}: the loss or its gradient is not finite (rows {names}, …). "
+                f"train: step {started.step}: the loss or its gradient is not finite (rows {names}, …). "
                 "The last good state is kept; lower train.lr, or look at these rows."
             )
-        self.optimizer.step()
-        self.trained_now += pairs
-        accuracy = {f"accuracy_{k}": h / n for k, (h, n) in enumerate(zip(hits, seen, strict=True)) if n}
-        return {"loss": loss_sum / pairs, "lr": rate, "grad_norm": norm, "pairs": pairs, **accuracy}
+        self.trained_now += started.pairs
+        accuracy = {
+            f"accuracy_{k}": h / n for k, (h, n) in enumerate(zip(hits, started.seen, strict=True)) if n
+        }
+        return {
+            "step": started.step,
+            "epoch": started.epoch,
+            "loss": loss_sum / started.pairs,
+            "lr": started.rate,
+            "grad_norm": norm,
+            "pairs": started.pairs,
+            **accuracy,
+        }
 
     def _finish_epoch(self, epoch: int, best: float) -> float:
         """Replay the held-out rows as a server would load the weights, write drafter/epoch-N, and best if it is."""
