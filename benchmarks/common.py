@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from eyas import __version__
 from eyas import target as targets
@@ -69,11 +70,20 @@ def engine_of(model: str) -> tuple[HFEngine, dict[str, Any]]:
     }
 
 
-def library(engine: HFEngine, ids: torch.Tensor, tokens: int) -> int:
+def plain(engine: HFEngine) -> Any:
+    """The same model as transformers loads it, untouched by eyas."""
+    parameter = next(engine.model.parameters())
+    model = AutoModelForCausalLM.from_pretrained(
+        engine.target.folder, dtype=parameter.dtype, local_files_only=True
+    )
+    return model.to(parameter.device).eval()
+
+
+def library(model: Any, ids: torch.Tensor, tokens: int) -> int:
     """transformers' own greedy generate of exactly `tokens` tokens a row; returns how many were made."""
-    ids = ids.to(engine.device)
+    ids = ids.to(model.device)
     with torch.inference_mode():
-        out = engine.model.generate(
+        out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
             pad_token_id=0,
         )  # fmt: skip

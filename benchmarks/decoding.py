@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from common import engine_of, library, report, rounds
+from common import engine_of, library, plain, report, rounds
 
 from eyas.drafter.decode import decode
 
@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args()
     engine, about = engine_of(a.model)
+    model = plain(engine)
     generator = torch.Generator().manual_seed(0)
     vocab = engine.target.vocab
     prompts = [torch.randint(3, vocab, (1, 32 + 8 * i), generator=generator) for i in range(a.prompts)]
@@ -36,7 +37,7 @@ def main() -> None:
         return sum(len(decode(engine, None, None, p[0].tolist(), 0, a.tokens).ids) for p in prompts)
 
     def theirs() -> int:
-        return sum(library(engine, p, a.tokens) for p in prompts)
+        return sum(library(model, p, a.tokens) for p in prompts)
 
     rates = rounds({"transformers generate": theirs, "eyas, k = 0": ours}, a.rounds)
     report("decoding", "transformers generate", rates, vars(a) | about)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import torch
-from common import engine_of, library, report, rounds
+from common import engine_of, library, plain, report, rounds
 
 
 def main() -> None:
@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args()
     engine, about = engine_of(a.model)
+    model = plain(engine)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, engine.target.vocab, (a.batch, a.prompt), generator=generator)
     noise = [np.zeros(a.tokens)] * a.batch
@@ -35,7 +36,7 @@ def main() -> None:
         answers = engine.generate(ids.tolist(), a.tokens, [0.0] * a.batch, 1.0, noise)
         return sum(len(x.ids) for x in answers)
 
-    rates = rounds({"transformers generate": lambda: library(engine, ids, a.tokens), "eyas": ours}, a.rounds)
+    rates = rounds({"transformers generate": lambda: library(model, ids, a.tokens), "eyas": ours}, a.rounds)
     report("generation", "transformers generate", rates, vars(a) | about)
 
 

@@ -78,7 +78,9 @@ def test_prompt_files_of_any_lines(tmp_path, lines):
 )
 def test_conversation_parts_with_any_damage(tmp_path, data, cut, at, byte):
     path = tmp_path / "part-00000.parquet"
-    conversations.write_part(path, [Row("0", "p", "d", "train", 0, 0, [1, 2], [3], "stop", 0.0, 1.0, "f")])
+    conversations.write_part(
+        path, [Row("0", "p", "k", "d", "train", 0, 0, [1, 2], [3], "stop", 0.0, 1.0, "f")]
+    )
     good = bytearray(path.read_bytes())
     good[at % len(good)] = byte
     for damaged in (data, bytes(good), bytes(good[: cut % len(good)])):

@@ -15,7 +15,7 @@ STAGES = {"plan", "generate", "extract", "train", "check", "bench", "verdict", "
 # From the bottom up: a module imports from its own layer's siblings or from below.
 LAYERS = [
     {"errors", "progress"},
-    {"interrupt"},
+    {"interrupt", "feed"},
     {"target"},
     {"contract", "causes"},
     {"stores"},

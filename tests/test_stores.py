@@ -10,7 +10,8 @@ from tests.conftest import random_row
 
 def test_conversations_come_back_as_written(tmp_path):
     rows = [
-        Row(f"{i}", f"p{i}", "d", "train", 0, 0, [1, 2], [3 + i], "stop", 0.8, 1.0, "f") for i in range(3)
+        Row(f"{i}", f"p{i}", "k", "d", "train", 0, 0, [1, 2], [3 + i], "stop", 0.8, 1.0, "f")
+        for i in range(3)
     ]
     conversations.write_part(tmp_path / "part-00000.parquet", rows[:2])
     conversations.write_part(tmp_path / "part-00001.parquet", rows[2:])
@@ -20,7 +21,7 @@ def test_conversations_come_back_as_written(tmp_path):
 
 def test_a_torn_part_is_refused(tmp_path):
     path = tmp_path / "part-00000.parquet"
-    conversations.write_part(path, [Row("0", "p", "d", "train", 0, 0, [1], [2], "stop", 0.0, 1.0, "f")])
+    conversations.write_part(path, [Row("0", "p", "k", "d", "train", 0, 0, [1], [2], "stop", 0.0, 1.0, "f")])
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ContractError, match="part-00000"):
         list(conversations.read(tmp_path))
@@ -39,6 +40,20 @@ def test_states_come_back_bitwise_with_their_rows(tmp_path):
             and torch.equal(a.last_TD, b.last_TD)
         )
     assert states.read_checks(tmp_path / "s.safetensors") == {"positions": 14}
+
+
+def test_rows_loaded_at_once_are_those_loaded_one_by_one(tmp_path):
+    shards = []
+    for i in range(2):
+        path = tmp_path / f"{i}.safetensors"
+        states.write_shard(path, [random_row(9, 3, 2 * i), random_row(5, 2, 2 * i + 1)], {})
+        shards.append({"file": path.name, "sha256": file_hash(path)})
+    wanted = states.refs(tmp_path, shards)[1:]
+    for ref, row in zip(wanted, states.load_all(wanted, "cpu"), strict=True):
+        one = ref.load()
+        assert (row.row_id, row.start, row.load()) == (one.row_id, one.start, row)
+        for name in ("ids", "aux", "last", "top1"):
+            assert torch.equal(row.slice(name), ref.slice(name))
 
 
 def test_a_truncated_or_missing_shard_is_refused(tmp_path):

@@ -111,6 +111,31 @@ def test_what_cannot_be_a_target(tmp_path, folder):
         targets.load(folder)
 
 
+def test_the_fingerprint_does_not_depend_on_the_library_that_wrote_the_files(folder):
+    before = targets.load(folder).fingerprint
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "9.9"}, indent=7))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert targets.load(folder).fingerprint == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_the_fingerprint_changes_with_what_a_drafter_depends_on(folder, name):
+    before = targets.load(folder).fingerprint
+    path = folder / name
+    if name == "config.json":
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 77.0}))
+    elif name == "tokenizer.json":
+        tokenizer = json.loads(path.read_text())
+        first = next(iter(tokenizer["model"]["vocab"]))
+        tokenizer["model"]["vocab"]["another"] = tokenizer["model"]["vocab"].pop(first)
+        path.write_text(json.dumps(tokenizer))
+    else:
+        path.write_text(path.read_text() + " ")
+    assert targets.load(folder).fingerprint != before
+
+
 def test_a_changed_weight_changes_the_fingerprint(folder):
     before = targets.load(folder).fingerprint
     assert targets.load(folder).fingerprint == before

@@ -81,6 +81,18 @@ def for_target(
     )
 
 
+def misfits(c: Contract, target: Target) -> list[tuple[str, Any, Any]]:
+    """What a drafter of this contract and a target must share and do not: name, the drafter's, the target's."""
+    pairs = (
+        ("hidden size", c.hidden, target.hidden),
+        ("vocabulary", c.vocab, target.vocab),
+        ("number of layers", c.target_layers, target.layers),
+        ("stop ids", c.stop_ids, target.stop_ids),
+        ("rope theta", c.rope_theta, target.rope_theta),
+    )
+    return [pair for pair in pairs if pair[1] != pair[2]]
+
+
 def read(path: Path) -> Contract:
     """Raises ContractError when contract.json is missing, incomplete or has unknown fields."""
     try:

@@ -12,17 +12,19 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from eyas import __version__, interrupt, recipe, target
-from eyas.errors import SurroundingsError, UsageError
+from eyas import __version__, contract, interrupt, recipe, target
+from eyas.errors import RecipeError, SurroundingsError, UsageError
 from eyas.progress import duration, say
 from eyas.recipe import Recipe, Resolved, Value
 from eyas.rundir import RunDir, file_hash, fingerprint, read_json, write_json, write_text
+from eyas.target import Target
 
 
 class Stage(NamedTuple):
@@ -67,11 +69,13 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
     """Derive what the recipe left `auto`, each with a reason that is printed and recorded."""
     from eyas.engines import hf
 
+    read = _inherit(read, values)
     sizes, folder = read.target.facts, Path(read.target.model)
     if sizes and not folder.is_dir():
         facts = target.from_facts(folder, sizes.model_dump())
     else:
         facts = target.load(folder)
+    _refuse_misfit(read, facts)
     device = hf.choose_device()
     dtype = hf.choose_dtype(read.target.dtype, device.value)
     if read.target.aux_layers == "auto":
@@ -89,6 +93,42 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
         "pass", "derived", "the embedded engine extracts by a pass over the stored ids"
     )
     return Resolved(read, facts, device.value, dtype.value, layers.value)
+
+
+def _inherit(read: Recipe, values: dict[str, Value]) -> Recipe:
+    """The recipe with what a warm start keeps of its parent. Raises RecipeError where the recipe asks for something else."""
+    word = read.train.init_from
+    if word is None:
+        return read
+    c = contract.read(recipe.find_drafter(word) / "contract.json")
+    kept = {
+        "target.aux_layers": list(c.aux_layers),
+        "train.draft_vocab": c.draft_vocab,
+        **{f"train.norms.{name}": value for name, value in asdict(c.norms).items()},
+    }
+    for key, theirs in kept.items():
+        mine = values[key]
+        if mine.source != "default" and mine.value not in ("auto", theirs):
+            raise RecipeError(
+                f'"{key}" is {mine.value}, and the drafter to start from ({word}) has {theirs}, which a warm start keeps. '
+                "Leave the key out, or set train.init_from to null."
+            )
+        values[key] = Value(theirs, "derived", f"kept from {word}, from which training starts")
+    norms = read.train.norms.model_copy(update=asdict(c.norms))
+    train = read.train.model_copy(update={"draft_vocab": c.draft_vocab, "norms": norms})
+    layers = read.target.model_copy(update={"aux_layers": list(c.aux_layers)})
+    return read.model_copy(update={"train": train, "target": layers})
+
+
+def _refuse_misfit(read: Recipe, facts: Target) -> None:
+    """Raises RecipeError, before anything costs time, where a parent cannot belong to the target."""
+    if read.train.init_from:
+        c = contract.read(recipe.find_drafter(read.train.init_from) / "contract.json")
+        for name, theirs, ours in contract.misfits(c, facts):
+            raise RecipeError(
+                f'"train.init_from": {name}: the drafter {read.train.init_from} expects {theirs}, {facts.folder} has {ours}. '
+                "It was raised for another target; start from nothing (train.init_from: null) or from another drafter."
+            )
 
 
 def introduce(resolved: Resolved, rundir: RunDir) -> None:
@@ -164,6 +204,9 @@ def inputs_of(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any
             for s in resolved.recipe.prompts.sources
         ]
         out["prompts.keep_out"] = [f"{p} {_of_file(Path(p))}" for p in resolved.recipe.prompts.keep_out]
+    if "train" in stage.keys and resolved.recipe.train.init_from:
+        word = resolved.recipe.train.init_from
+        out["train.init_from"] = f"{word} {_of_file(recipe.find_drafter(word) / 'model.safetensors')}"
     for name in stage.needs:
         out[name] = rundir.manifest(name)["fingerprint"]
     return out

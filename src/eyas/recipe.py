@@ -18,6 +18,7 @@ from eyas.errors import RecipeError
 from eyas.target import Target
 
 SHIPPED = Path(__file__).parent / "recipes"
+SHIPPED_DRAFTERS = SHIPPED / "drafters"
 
 
 class Section(BaseModel):
@@ -148,6 +149,11 @@ class NormsSection(Section):
 
 
 class TrainSection(Section):
+    init_from: str | None = key(
+        None,
+        "from nothing; or a drafter folder of eyas, or the name of a shipped one, whose contract and vocabulary are kept",
+        min_length=1,
+    )
     draft_vocab: int = key(
         8192, "covers over 99 % of small sets; larger costs speed in every draft step", "tokens", ge=8
     )
@@ -271,6 +277,21 @@ def find(word: str) -> Path:
     near = difflib.get_close_matches(word, shipped_names(), n=1)
     hint = f' Did you mean "{near[0]}"?' if near else f" Shipped recipes: {', '.join(shipped_names())}."
     raise RecipeError(f'no recipe "{word}": there is no such file, run folder or shipped recipe.{hint}')
+
+
+def find_drafter(word: str) -> Path:
+    """The folder of a drafter to start from: a path, or the name of a shipped one.
+
+    Raises RecipeError where there is neither.
+    """
+    shipped = sorted(p.name for p in SHIPPED_DRAFTERS.iterdir()) if SHIPPED_DRAFTERS.is_dir() else []
+    for folder in (Path(word), SHIPPED_DRAFTERS / word if word in shipped else Path(word)):
+        if (folder / "contract.json").is_file():
+            return folder
+    raise RecipeError(
+        f'"train.init_from": {word} is not a drafter folder of eyas (no contract.json there), nor a shipped drafter '
+        f"({', '.join(shipped) or 'none'})."
+    )
 
 
 def read(path: Path, sets: tuple[str, ...] = ()) -> tuple[Recipe, dict[str, Value]]:

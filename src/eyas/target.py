@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 SAMPLED_BLOCKS = 16
 BLOCK_BYTES = 65536
+WRITERS_NOTES = {"transformers_version", "_name_or_path", "_model_name_or_path"}
+OTHER_VOCABULARIES = (
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
+)  # beside or instead of tokenizer.json
 ONE_PLUS_WEIGHT = {"gemma", "gemma2", "gemma3", "gemma3_text"}  # norms scale by (1 + w)
 
 
@@ -54,15 +61,17 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the config, the tokenizer and template, and of the weight files' names, headers and sampled blocks."""
+        """Hash of what a drafter depends on: the config, the vocabulary, the template, the weight files' names, headers and
+        sampled blocks. Which library version wrote the files does not count."""
         h = hashlib.sha256()
-        for name in (
-            "config.json",
-            "generation_config.json",
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "chat_template.jinja",
-        ):
+        configs = [
+            _without_notes(_optional(self.folder / n)) for n in ("config.json", "generation_config.json")
+        ]
+        tokens = _optional(self.folder / "tokenizer.json")
+        vocabulary = [(tokens.get("model") or {}).get("vocab"), tokens.get("added_tokens")]
+        template = _optional(self.folder / "tokenizer_config.json").get("chat_template")
+        h.update(json.dumps([configs, vocabulary, template], sort_keys=True).encode())
+        for name in ("chat_template.jinja", *OTHER_VOCABULARIES):
             path = self.folder / name
             h.update(name.encode() + (path.read_bytes() if path.is_file() else b"-"))
         for path in sorted(set(self.files.values())):
@@ -74,6 +83,10 @@ class Target:
                     f.seek(size * i // SAMPLED_BLOCKS)
                     h.update(f.read(BLOCK_BYTES))
         return h.hexdigest()[:16]
+
+    def cache_bytes(self, value_bytes: int) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * value_bytes
 
     def default_aux_layers(self) -> Decision:
         """[2, n//2, n-3] for n layers: SafeAILab EAGLE, vLLM and speculators alike (id i = input of layer i).
@@ -243,6 +256,14 @@ def from_facts(folder: Path, facts: dict[str, Any]) -> Target:
     )
 
 
+def _optional(path: Path) -> dict[str, Any]:
+    return _json(path, "") if path.is_file() else {}
+
+
+def _without_notes(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in WRITERS_NOTES}
+
+
 def _json(path: Path, absent: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -274,7 +295,7 @@ def _stop_ids(folder: Path, outer: dict, config: dict) -> tuple[int, ...]:
 def _identity(folder: Path) -> str:
     """What the weights are beyond their shape, as `eyas fetch` recorded it; else the folder's name."""
     path = folder / "eyas_source.json"
-    return str(_json(path, "")["identity"]) if path.is_file() else folder.resolve().name
+    return str(_optional(path).get("identity", folder.resolve().name))
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:

@@ -66,7 +66,7 @@ def cell(k, s, c, tau, replayed=None, refused=None, fault=0):
     }  # fmt: skip
 
 
-FACTS = {"supervised_tokens": 1000}
+FACTS = {"supervised_tokens": 1000, "parent": None}
 
 
 def test_it_ships_the_k_whose_interval_is_highest():
@@ -101,3 +101,31 @@ def test_without_a_valid_measurement_it_is_no():
     v = decide(bench(cell(1, 2.5, 0.8, 2.0, refused="broken")), VerdictSection(), FACTS)
     assert not v["ship"] and "no valid measurement" in v["sentence"]
     assert not decide(bench(), VerdictSection(), FACTS)["ship"]
+
+
+@pytest.mark.parametrize(
+    ("parent", "said"),
+    [
+        (
+            {"k": 3, "tau": 2.1, "best_epoch": 0, "gain": {"value": 0, "low": 0, "high": 0}},
+            "added nothing to the 2.100",
+        ),
+        (
+            {"k": 3, "tau": 2.1, "best_epoch": 2, "gain": {"value": 0.1, "low": -0.1, "high": 0.3}},
+            "may be chance",
+        ),
+        (
+            {"k": 3, "tau": 2.1, "best_epoch": 2, "gain": {"value": 0.1, "low": 0.05, "high": 0.15}},
+            "+0.100 [+0.050",
+        ),
+    ],
+)
+def test_the_verdict_says_what_finetuning_added(parent, said):
+    (line,) = [
+        r
+        for r in decide(bench(cell(1, 1.5, 1.2, 1.8)), VerdictSection(), FACTS | {"parent": parent})[
+            "reasons"
+        ]
+        if "finetuning" in r
+    ]
+    assert said in line

@@ -106,6 +106,18 @@ def test_a_changed_costly_stage_is_refused_by_name_with_both_values(recipe_file,
     assert max(len(r.completion_ids) for r in conversations.read(folder / "conversations")) <= 12
 
 
+def test_a_batch_is_smaller_where_its_cache_would_not_fit(recipe_file, finished, tmp_path, monkeypatch):
+    """Prompts of some 40 bytes + 16 tokens, 512 bytes of keys and values each: two rows fit into 64 KiB, not six."""
+    monkeypatch.setattr("eyas.generate.stage.CACHE_BYTES", {"cpu": 65536})
+    folder = tmp_path / "run"
+    pipeline.run(str(recipe_file), (), str(folder), None, "generate")
+    parts = conversations.parts(folder / "conversations")
+    sizes = [len(conversations.read_part(p)) for p in parts]
+    assert max(sizes) < 6 and len(parts) > len(conversations.parts(finished[1] / "conversations"))
+    key = {r.row_id: r.completion_ids for r in conversations.read(finished[1] / "conversations")}
+    assert {r.row_id: r.completion_ids for r in conversations.read(folder / "conversations")} == key
+
+
 def test_a_changed_prompt_file_makes_its_answers_stale(recipe_file, tmp_path, prompt_file):
     mine = tmp_path / "mine.jsonl"
     mine.write_text(prompt_file.read_text())

@@ -40,7 +40,22 @@ def test_near_duplicates_are_dropped_but_another_question_is_kept():
 
 def test_near_duplicates_are_those_that_comparing_with_every_turn_finds():
     chance = random.Random(3)
-    words = ["how", "do", "i", "bake", "mend", "sell", "good", "old", "bread", "a", "bicycle", "at", "home", "today"]
+    words = [
+        "how",
+        "do",
+        "i",
+        "bake",
+        "mend",
+        "sell",
+        "good",
+        "old",
+        "bread",
+        "a",
+        "bicycle",
+        "at",
+        "home",
+        "today",
+    ]
     judge, kept = Filter(), []
     for _ in range(400):
         said = [chance.choice(words) for _ in range(chance.randint(4, 9))]

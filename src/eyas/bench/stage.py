@@ -32,9 +32,13 @@ from eyas.stores.states import RowStates
 def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     """Measure every k against k = 0 on the held-out prompts; returns the manifest. Resumes after the last full round."""
     recipe, options = resolved.recipe, resolved.recipe.bench
-    rows = conversations.spread(
-        list(conversations.read(rundir / "conversations", "held_out")), options.limit, lambda r: r.domain
-    )
+    seen = set(
+        rundir.manifest("train")["held_out_left_out"]
+    )  # prompts that the drafter's parent was trained on
+    held_out = [
+        r for r in conversations.read(rundir / "conversations", "held_out") if r.prompt_id not in seen
+    ]
+    rows = conversations.spread(held_out, options.limit, lambda r: r.domain)
     engine = HFEngine(
         resolved.target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code
     )

@@ -113,15 +113,8 @@ def same_target(f: Facts) -> Iterator[Finding]:
         yield Finding("target", "info", "no target given (--target DIR): the drafter is checked alone")
         return
     t, c = f.target, f.contract
-    for name, ours, theirs in (
-        ("hidden size", c.hidden, t.hidden),
-        ("vocabulary", c.vocab, t.vocab),
-        ("number of layers", c.target_layers, t.layers),
-        ("stop ids", c.stop_ids, t.stop_ids),
-        ("rope theta", c.rope_theta, t.rope_theta),
-    ):
-        if ours != theirs:
-            yield Finding("target", "error", f"{name}: the drafter expects {ours}, {t.folder} has {theirs}")
+    for name, ours, theirs in contracts.misfits(c, t):
+        yield Finding("target", "error", f"{name}: the drafter expects {ours}, {t.folder} has {theirs}")
     if c.target_fingerprint != t.fingerprint:
         yield Finding(
             "target",

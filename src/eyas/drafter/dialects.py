@@ -1,12 +1,13 @@
 """A drafter on disk, in the dialect that vLLM reads as it is (flat config, `midlayer.*`, d2t offsets, t2d).
 
-    drafter/best/config.json  model.safetensors  contract.json  metrics.json
+    drafter/best/config.json  model.safetensors  contract.json  metrics.json  trained_on.txt
 
 The table below is the whole translation. Source of names: vLLM 0.32 model_executor/models/llama_eagle3.py.
 """
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from eyas.errors import ContractError
 from eyas.stores import tensors as tensor_files
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+TRAINED_ON = "trained_on.txt"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LAYER_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
@@ -78,8 +80,13 @@ def config(c: Contract) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, drafter: Drafter, metrics: dict[str, Any]) -> None:
-    """Write a drafter folder (not atomic: write into a temporary folder and rename it)."""
+def write(
+    folder: Path, drafter: Drafter, metrics: dict[str, Any], trained_on: Iterable[str] | None = None
+) -> None:
+    """Write a drafter folder (not atomic: write into a temporary folder and rename it).
+
+    trained_on: keys of all prompts that it and its parents have learned from; None where that is unknown.
+    """
     c = drafter.contract
     folder.mkdir(parents=True)
     ours = drafter.state_dict()
@@ -92,9 +99,17 @@ def write(folder: Path, drafter: Drafter, metrics: dict[str, Any]) -> None:
     c.write(folder / "contract.json")
     (folder / "config.json").write_text(json.dumps(config(c), indent=1) + "\n", encoding="utf-8")
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+    if trained_on is not None:
+        (folder / TRAINED_ON).write_text("".join(f"{k}\n" for k in sorted(trained_on)), encoding="utf-8")
     for path in folder.iterdir():
         with path.open("rb") as f:
             os.fsync(f.fileno())
+
+
+def trained_on(folder: Path) -> frozenset[str] | None:
+    """Keys of the prompts that a drafter has learned from, or None where its folder does not say."""
+    path = folder / TRAINED_ON
+    return frozenset(path.read_text(encoding="utf-8").split()) if path.is_file() else None
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from eyas.contract import Contract
 from eyas.drafter.attention import rope, ttt_attention, visible
 from eyas.drafter.batch import Batch
+from eyas.drafter.linear import Linear
 
 INIT_STD = 0.02
 
@@ -43,22 +44,22 @@ class Drafter(nn.Module):
         c = self.contract = contract
         d, heads, kv, e = c.hidden, c.heads, c.kv_heads, c.head_dim
         layers = len(c.aux_layers)
-        self.fc = nn.Linear(layers * d, d, bias=False)
+        self.fc = Linear(layers * d, d, bias=False)
         chunk_norms = layers if c.norms.fc == "chunks" else 0
         self.fc_norm = nn.ModuleList(RMSNorm(d, c.eps) for _ in range(chunk_norms))
         self.input_norm = RMSNorm(layers * d, c.eps) if c.norms.fc == "whole" else None
         self.input_layernorm = RMSNorm(d, c.eps)
         self.hidden_norm = RMSNorm(d, c.eps)
-        self.q_proj = nn.Linear(2 * d, heads * e, bias=False)
-        self.k_proj = nn.Linear(2 * d, kv * e, bias=False)
-        self.v_proj = nn.Linear(2 * d, kv * e, bias=False)
-        self.o_proj = nn.Linear(heads * e, d, bias=False)
+        self.q_proj = Linear(2 * d, heads * e, bias=False)
+        self.k_proj = Linear(2 * d, kv * e, bias=False)
+        self.v_proj = Linear(2 * d, kv * e, bias=False)
+        self.o_proj = Linear(heads * e, d, bias=False)
         self.post_attention_layernorm = RMSNorm(d, c.eps)
-        self.gate_proj = nn.Linear(d, c.mlp, bias=False)
-        self.up_proj = nn.Linear(d, c.mlp, bias=False)
-        self.down_proj = nn.Linear(c.mlp, d, bias=False)
+        self.gate_proj = Linear(d, c.mlp, bias=False)
+        self.up_proj = Linear(d, c.mlp, bias=False)
+        self.down_proj = Linear(c.mlp, d, bias=False)
         self.norm = RMSNorm(d, c.eps)
-        self.lm_head = nn.Linear(d, c.draft_vocab, bias=False)
+        self.lm_head = Linear(d, c.draft_vocab, bias=False)
         self.register_buffer("d2t_W", torch.zeros(c.draft_vocab, dtype=torch.int64))
 
     def reset(self, seed: int, kept_W: Tensor, head_WD: Tensor, norm_D: Tensor) -> None:

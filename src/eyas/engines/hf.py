@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from eyas.drafter import linear
 from eyas.drafter.decode import Pass
 from eyas.drafter.sampling import pick, probabilities
 from eyas.errors import SurroundingsError, UsageError
@@ -120,6 +121,7 @@ class HFEngine:
         self.target, self.device, self.stop_ids = target, device, target.stop_ids
         self.aux_layers = list(aux_layers)
         self.model = _load(target, dtype, device, remote_code)
+        linear.swap(self.model)
         names = inspect.signature(self.model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._captured: dict[int, Tensor] = {}

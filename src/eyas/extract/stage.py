@@ -23,6 +23,7 @@ from eyas import interrupt
 from eyas.causes import NEAR_TIE
 from eyas.engines.hf import HFEngine, Seen
 from eyas.errors import ContractError
+from eyas.feed import Later
 from eyas.progress import Progress, say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir, atomic, file_hash
@@ -33,6 +34,9 @@ from eyas.target import ONE_PLUS_WEIGHT
 
 PASS_TOKENS = {"cpu": 1024, "cuda": 16384}  # logits of a pass are tokens x vocabulary x 4 bytes
 WRITERS = 4  # shards written and hashed while the next is computed; each holds extract.shard_bytes
+COUNTS = (
+    "positions", "head_agrees", "disk_differs", "disk_near_ties", "greedy_positions", "greedy_agrees", "greedy_near_ties",
+)  # fmt: skip
 MIN_HEAD_AGREEMENT = 0.999
 MIN_GREEDY_AGREEMENT = 0.98
 
@@ -139,46 +143,68 @@ def _checker(resolved: Resolved) -> Checker:
     )
 
 
+class Passed(NamedTuple):
+    """A pass that was launched: the rows' places in their shard, and what comes back of it."""
+
+    places: list[int]
+    later: Later  # aux, last, top1, finite, counts
+
+
 def _extract(
     engine: HFEngine, checker: Checker, group: list[Row], resolved: Resolved, progress: Progress
 ) -> tuple[list[RowStates], dict[str, int]]:
-    """States of one shard's rows in their order, batched by length, and the counts of its checks."""
+    """States of one shard's rows in their order, batched by length, and the counts of its checks. While the device computes
+    a pass, the one before is taken apart."""
     out: list[RowStates | None] = [None] * len(group)
     counts: Counter[str] = Counter()
-    order = sorted(range(len(group)), key=lambda i: len(group[i].ids))
-    limit = PASS_TOKENS[resolved.device]
-    batch: list[int] = []
-    for place, i in enumerate(order):
-        batch.append(i)
-        following = order[place + 1] if place + 1 < len(order) else None
-        if following is None or (len(batch) + 1) * len(group[following].ids) > limit:
-            passed = [group[b] for b in batch]
-            seen = engine.states([r.ids for r in passed], partial(own_logits, checker))
-            counts.update(_check(passed, seen))
-            for j, made in zip(batch, _row_states(passed, seen, resolved), strict=True):
-                out[j] = made
-            progress.add(sum(len(group[b].ids) for b in batch))
-            batch = []
+    waiting: Passed | None = None
+    for places in [*_passes(group, PASS_TOKENS[resolved.device]), []]:
+        launched = _launch(engine, checker, group, places, resolved) if places else None
+        if waiting:
+            aux, last, top1, finite, found = waiting.later.read()
+            counts.update(dict(zip(COUNTS, found.tolist(), strict=True)))
+            for i, j in enumerate(waiting.places):
+                n = len(group[j].ids)
+                _refuse_infinite(group[j], finite[i, :n], resolved)
+                ids = torch.tensor(group[j].ids, dtype=torch.int32)
+                start = len(group[j].prompt_ids)
+                out[j] = RowStates(group[j].row_id, ids, aux[i, :n], last[i, :n], top1[i, :n], start)
+            progress.add(sum(len(group[j].ids) for j in waiting.places))
+        waiting = launched
     return [r for r in out if r is not None], dict(counts)
 
 
-def _row_states(rows: list[Row], seen: Seen, resolved: Resolved) -> Iterator[RowStates]:
-    aux = seen.aux_BTLD.to(getattr(torch, resolved.recipe.extract.dtype)).cpu()
-    last, top1 = seen.last_BTD.cpu(), seen.top1_BT.cpu()
-    finite = seen.finite_BT.cpu()
-    for i, row in enumerate(rows):
-        n = len(row.ids)
-        if not bool(finite[i, :n].all()):
-            raise ContractError(
-                f"row {row.row_id} (prompt {row.prompt_id}): its states are not finite. "
-                f"The target computes in {resolved.dtype}; try --set target.dtype=float32."
-            )
-        ids = torch.tensor(row.ids, dtype=torch.int32)
-        yield RowStates(row.row_id, ids, aux[i, :n], last[i, :n], top1[i, :n], len(row.prompt_ids))
+def _passes(group: list[Row], limit: int) -> Iterator[list[int]]:
+    """Places of rows of similar length, at most `limit` tokens when padded to the longest."""
+    batch: list[int] = []
+    for i in sorted(range(len(group)), key=lambda i: len(group[i].ids)):
+        if batch and (len(batch) + 1) * len(group[i].ids) > limit:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
 
 
-def _check(rows: list[Row], seen: Seen) -> dict[str, int]:
-    """Counts: head(norm(last)) against the target's argmax, by its own modules and by the weights on disk, the latter
+def _launch(
+    engine: HFEngine, checker: Checker, group: list[Row], places: list[int], resolved: Resolved
+) -> Passed:
+    rows = [group[i] for i in places]
+    seen = engine.states([r.ids for r in rows], partial(own_logits, checker))
+    aux = seen.aux_BTLD.to(getattr(torch, resolved.recipe.extract.dtype))
+    return Passed(places, Later(aux, seen.last_BTD, seen.top1_BT, seen.finite_BT, _counts(rows, seen)))
+
+
+def _refuse_infinite(row: Row, finite_T: Tensor, resolved: Resolved) -> None:
+    if not bool(finite_T.all()):
+        raise ContractError(
+            f"row {row.row_id} (prompt {row.prompt_id}): its states are not finite. "
+            f"The target computes in {resolved.dtype}; try --set target.dtype=float32."
+        )
+
+
+def _counts(rows: list[Row], seen: Seen) -> Tensor:
+    """[COUNTS]: head(norm(last)) against the target's argmax, by its own modules and by the weights on disk, the latter
     near ties apart, since another order of sums rounds low-precision logits to another neighbour."""
     near = seen.gap_BT <= seen.ulp_BT.clamp_min(NEAR_TIE)
     differs = seen.outside_BT != seen.top1_BT
@@ -191,7 +217,7 @@ def _check(rows: list[Row], seen: Seen) -> dict[str, int]:
     answers = greedy & (at >= starts - 1) & (at < lengths - 1)  # where an answer's next token is decided
     following = torch.tensor([r.ids[1:] + [0] * (longest + 1 - len(r.ids)) for r in rows], device=device)
     same = seen.top1_BT == following
-    counts = {
+    masks = {
         "positions": real,
         "head_agrees": real & (seen.again_BT == seen.top1_BT),
         "disk_differs": real & differs & ~near,
@@ -200,8 +226,7 @@ def _check(rows: list[Row], seen: Seen) -> dict[str, int]:
         "greedy_agrees": answers & same,
         "greedy_near_ties": answers & ~same & near,
     }
-    found = torch.stack([mask.sum() for mask in counts.values()]).tolist()
-    return dict(zip(counts, found, strict=True))
+    return torch.stack([masks[name].sum() for name in COUNTS])
 
 
 def own_logits(checker: Checker, last_TD: Tensor) -> Tensor:

@@ -76,10 +76,14 @@ def normalised(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
+def prompt_key(first_turn: str) -> str:
+    """16 hex digits that name a prompt in every run, by its first user turn."""
+    return hashlib.sha256(normalised(first_turn).encode()).hexdigest()[:16]
+
+
 def is_held_out(first_turn: str, share: float) -> bool:
     """Decided by the prompt alone, so that it is on one side in every run."""
-    digest = hashlib.sha256(normalised(first_turn).encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < share
+    return int(prompt_key(first_turn), 16) / 2**64 < share
 
 
 def read(section: PromptsSection) -> tuple[list[Prompt], list[Quarantined]]:

@@ -9,6 +9,7 @@ quarantine.jsonl and manifest.json. Training answers are sampled, held-out ones 
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ from eyas.recipe import GenerateSection, Resolved
 from eyas.rundir import RunDir, atomic, file_hash, fingerprint, write_text
 from eyas.stores import conversations
 from eyas.stores.conversations import Row
+
+CACHE_BYTES = {
+    "cpu": 4 * 2**30,
+    "cuda": 40 * 2**30,
+}  # keys and values of one batch; twice that while it is compacted
 
 
 @dataclass(frozen=True)
@@ -67,9 +73,8 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
             jobs, refused = _jobs(prompts, turn, answers, tokenizer, resolved)
             bad += refused
             progress.total -= len(refused)
-            for start in range(0, len(jobs), options.concurrency):
+            for batch in _batches(jobs, options, resolved):
                 interrupt.safe_place()
-                batch = jobs[start : start + options.concurrency]
                 path = folder / f"part-{part:05d}.parquet"
                 part += 1
                 if path.is_file():
@@ -96,6 +101,23 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     return rundir.finish(
         "generate", _figures(rundir, len(bad), made, seconds) | {"self_prompts_dropped": dropped}
     )
+
+
+def _batches(jobs: list[Job], options: GenerateSection, resolved: Resolved) -> Iterator[list[Job]]:
+    """At most `concurrency` jobs, fewer where their keys and values would exceed a fixed share of a GPU's memory."""
+    room = CACHE_BYTES[resolved.device] // resolved.target.cache_bytes(
+        2 if resolved.dtype == "bfloat16" else 4
+    )
+    batch: list[Job] = []
+    for job in jobs:
+        if batch and (
+            len(batch) == options.concurrency or (len(batch) + 1) * (len(job.ids) + options.max_tokens) > room
+        ):
+            yield batch
+            batch = []
+        batch.append(job)
+    if batch:
+        yield batch
 
 
 def _self_prompts(
@@ -188,6 +210,7 @@ def _answer(engine: HFEngine, jobs: list[Job], options: GenerateSection, target:
         Row(
             row_id=job.row_id,
             prompt_id=job.prompt.prompt_id,
+            prompt_key=prompt_files.prompt_key(job.prompt.turns[0]),
             domain=job.prompt.domain,
             split=job.split,
             turn=job.turn,

@@ -15,8 +15,8 @@ from eyas.recipe import Resolved
 from eyas.stores.states import RowStates
 
 DECODE_TOKENS = 12
-PASS_TOKENS = 512
-TRAIN_ROWS, TRAIN_ROW_TOKENS = 6, 128
+PASS_TOKENS = {"cpu": 512, "cuda": 16384}  # as much as keeps the device busy
+TRAIN_ROWS, TRAIN_ROW_TOKENS = {"cpu": 6, "cuda": 64}, 128
 
 
 def rates(resolved: Resolved, prompt_tokens: int) -> dict[str, float]:
@@ -33,13 +33,14 @@ def rates(resolved: Resolved, prompt_tokens: int) -> dict[str, float]:
     never = HFEngineNeverStops(engine)
     batch = timed(lambda: never.generate(rows, prompt))
     one = timed(lambda: decode(never.engine, None, None, prompt, 0, DECODE_TOKENS))
-    passed = timed(lambda: engine.states([prompt * (PASS_TOKENS // len(prompt) + 1)]))
+    rows_read = [prompt] * (PASS_TOKENS[resolved.device] // len(prompt) + 1)
+    passed = timed(lambda: engine.states(rows_read).top1_BT.cpu())
     trained = timed(_training(resolved))
     return {
         "decode_tokens_per_s": rows * DECODE_TOKENS / batch,
-        "pass_tokens_per_s": len(prompt) * (PASS_TOKENS // len(prompt) + 1) / passed,
+        "pass_tokens_per_s": len(prompt) * len(rows_read) / passed,
         "bench_tokens_per_s": DECODE_TOKENS / one,
-        "supervised_tokens_per_s": TRAIN_ROWS * TRAIN_ROW_TOKENS / 2 / trained,
+        "supervised_tokens_per_s": TRAIN_ROWS[resolved.device] * TRAIN_ROW_TOKENS / 2 / trained,
     }
 
 
@@ -78,7 +79,7 @@ def _training(resolved: Resolved) -> Callable[[], object]:
             str(i), ids, torch.randn(TRAIN_ROW_TOKENS, layers, width), torch.randn(TRAIN_ROW_TOKENS, width), ids,
             TRAIN_ROW_TOKENS // 2,
         )
-        for i in range(TRAIN_ROWS)
+        for i in range(TRAIN_ROWS[resolved.device])
     ]  # fmt: skip
     batch = pack(rows, resolved.device, options.ttt_steps)
     teacher = Teacher(

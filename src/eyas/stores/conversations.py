@@ -22,6 +22,7 @@ class Row:
 
     row_id: str  # hash of prompt, sampling, target, sample number
     prompt_id: str
+    prompt_key: str  # hash of the normalised first user turn: the same prompt in every run
     domain: str
     split: str  # "train" or "held_out"
     turn: int

@@ -47,6 +47,9 @@ class RowStates:
     def __len__(self) -> int:
         return len(self.ids_T)
 
+    def slice(self, name: str) -> Any:
+        return {"ids": self.ids_T, "aux": self.aux_TLD, "last": self.last_TD, "top1": self.top1_T}[name]
+
     def load(self) -> "RowStates":
         """Itself: a row that is loaded stands wherever a RowRef does."""
         return self

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from eyas.drafter import replay
@@ -13,7 +14,10 @@ from eyas.stores.states import RowStates
 def evaluate(
     drafter: Drafter, embedding_VD: Tensor, rows: Iterable[RowStates], domains: list[str], max_k: int
 ) -> dict[str, Any]:
-    """Replayed acceptance by k and domain, with 95 % bootstrap intervals over conversations."""
+    """Replayed acceptance by k and domain, with 95 % bootstrap intervals over conversations.
+
+    `walks` holds steps and accepted drafts of each conversation at select_k, for paired comparisons.
+    """
     accepted = replay.accepted_lengths(drafter, embedding_VD, rows, max_k)
     taus, ps, by_domain = {}, {}, {}
     for k in range(1, max_k + 1):
@@ -28,6 +32,7 @@ def evaluate(
             "tau": replay.tau(walks),
             "p": replay.positions(walks),
         }
+    chosen = [replay.walk(a, select_k) for a in accepted]
     every = [m for a in accepted for m in a]
     p_all = [sum(m > i for m in every) / len(every) for i in range(max_k)]
     return {
@@ -38,4 +43,16 @@ def evaluate(
         "domains": by_domain,
         "p_all": p_all,
         "conversations": len(accepted),
+        "walks": [[w.steps, sum(w.accepted_at)] for w in chosen],
     }
+
+
+def gain(before: list[list[int]], after: list[list[int]]) -> replay.Interval:
+    """Difference of tau, after minus before, on the same conversations, with its paired 95 % interval."""
+    b, a = np.array(before, dtype=float), np.array(after, dtype=float)
+
+    def difference(w: np.ndarray) -> float:
+        taus = [1 + float((w * x[:, 1]).sum() / (w * x[:, 0]).sum()) for x in (b, a)]
+        return taus[1] - taus[0]
+
+    return replay.bootstrap(len(before), difference, 0.95)

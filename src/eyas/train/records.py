@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from eyas.errors import SurroundingsError
 from eyas.rundir import RunDir, write_text
 
 
-def replace_folder(folder: Path, drafter: Drafter, metrics: dict[str, Any]) -> None:
+def replace_folder(
+    folder: Path, drafter: Drafter, metrics: dict[str, Any], trained_on: Iterable[str] | None
+) -> None:
     """Write beside, then swap: at every moment the folder is whole or (for an instant) absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as tmp:
-            dialects.write(Path(tmp) / "new", drafter, metrics)
+            dialects.write(Path(tmp) / "new", drafter, metrics, trained_on)
             if folder.exists():
                 folder.rename(Path(tmp) / "old")
             (Path(tmp) / "new").rename(folder)
@@ -42,9 +45,14 @@ def open_steps(path: Path, step: int) -> Any:
 
 
 def append_eval(path: Path, metrics: dict[str, Any]) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    kept = [line for line in lines if json.loads(line)["epoch"] < metrics["epoch"]]
-    write_text(path, "".join(f"{line}\n" for line in [*kept, json.dumps(metrics)]))
+    kept = [e for e in evals(path) if e["epoch"] < metrics["epoch"]]
+    write_text(path, "".join(json.dumps(e) + "\n" for e in [*kept, metrics]))
+
+
+def evals(path: Path) -> list[dict[str, Any]]:
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    )
 
 
 class _Silent:

@@ -12,24 +12,26 @@ import json
 import math
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eyas import interrupt
-from eyas.contract import Norms, for_target
+from eyas.contract import Contract, Norms, for_target
 from eyas.drafter.batch import Batch, pack, usable
 from eyas.drafter.loss import Teacher, ttt_loss
 from eyas.drafter.network import Drafter
 from eyas.errors import ContractError
+from eyas.feed import Later, ahead
 from eyas.progress import Progress, say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir, file_hash
 from eyas.stores import conversations, states
 from eyas.stores.states import RowRef, RowStates
-from eyas.train import checkpoint, evaluation, records, schedule, vocabulary
-from eyas.train.feed import Later, ahead
+from eyas.train import checkpoint, evaluation, parent, records, schedule, vocabulary
+from eyas.train.parent import Parent
 
 MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}
 EVAL_K = 5  # replay drafts this deep, or as deep as training went
@@ -43,6 +45,8 @@ class Data(NamedTuple):
     train: list[RowRef] | list[RowStates]
     held_out: list[RowRef] | list[RowStates]
     domains: list[str]  # of each held-out row
+    keys: frozenset[str]  # of the training prompts
+    left_out: list[str]  # held-out prompts that the parent was trained on
 
 
 def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
@@ -50,17 +54,21 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
 
     Raises ContractError when there is nothing to train on or the loss is not finite.
     """
-    data = load(resolved, rundir)
-    vocab = draft_vocabulary(resolved, data)
-    trainer = Trainer(resolved, rundir, resident(data, resolved.device), vocab)
+    start = parent.read(resolved)
+    data = load(resolved, rundir, (start and start.trained_on) or frozenset())
+    vocab = draft_vocabulary(resolved, data, start)
+    trainer = Trainer(resolved, rundir, resident(data, resolved.device), vocab, start)
     began = time.perf_counter()
     trainer.train()
+    gained = _gain(rundir) if start else None
     best = json.loads((rundir / "drafter" / "best" / "metrics.json").read_text(encoding="utf-8"))
     return rundir.finish(
         "train",
         {
             "content": {"drafter/best": file_hash(rundir / "drafter" / "best" / "model.safetensors")},
             "best": best,
+            "parent": gained,
+            "held_out_left_out": data.left_out,
             "vocabulary": {
                 "size": len(vocab.kept_W),
                 "coverage": vocab.coverage,
@@ -77,11 +85,35 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     )
 
 
-def load(resolved: Resolved, rundir: RunDir) -> Data:
-    """The rows that can be trained on and those held out. Raises ContractError where one side is empty."""
+def _gain(rundir: RunDir) -> dict[str, Any]:
+    """What training added to the drafter that it started from, on the same held-out answers."""
+    by_epoch = {e["epoch"]: e for e in records.evals(rundir / "train" / "evals.jsonl")}
+    best = json.loads((rundir / "drafter" / "best" / "metrics.json").read_text(encoding="utf-8"))["epoch"]
+    k = by_epoch[0]["select_k"]
+    before, after = by_epoch[0]["tau"][str(k)]["value"], by_epoch[best]["tau"][str(k)]["value"]
+    added = evaluation.gain(by_epoch[0]["walks"], by_epoch[best]["walks"])
+    if best == 0:
+        say(
+            f"  training added nothing: no epoch is above the {before:.3f} (k={k}) that it started from, which is kept"
+        )
+    else:
+        sure = "" if added.low > 0 else "; the interval holds 0, so it may be chance"
+        say(
+            f"  training changed held-out tau at k={k} from {before:.3f} to {after:.3f} (epoch {best}): {added.value:+.3f} "
+            f"[{added.low:+.3f}, {added.high:+.3f}]{sure}"
+        )
+    return {"k": k, "tau": before, "best_epoch": best, "gain": added._asdict()}
+
+
+def load(resolved: Resolved, rundir: RunDir, known: frozenset[str] = frozenset()) -> Data:
+    """The rows that can be trained on and those held out, without held-out prompts whose keys are known to the parent.
+
+    Raises ContractError where one side is empty.
+    """
     manifest = rundir.manifest("extract")
     rows = {r.row_id: r for r in conversations.read(rundir / "conversations")}
     train, held_out, domains = [], [], []
+    keys, left_out = set(), dict[str, None]()
     for row in states.refs(rundir / "states", manifest["content"]):
         said = rows.get(row.row_id)
         if said is None or said.ids != row.slice("ids").tolist():
@@ -92,15 +124,22 @@ def load(resolved: Resolved, rundir: RunDir) -> Data:
             continue
         if said.split == "train":
             train.append(row)
+            keys.add(said.prompt_key)
+        elif said.prompt_key in known:
+            left_out[said.prompt_id] = None
         else:
             held_out.append(row)
             domains.append(said.domain)
+    if left_out:
+        named = ", ".join(list(left_out)[:5]) + (", …" if len(left_out) > 5 else "")
+        say(f"  {len(left_out)} held-out prompts are left out, since the parent was trained on them: {named}")
+    parent.refuse_nothing_left(list(left_out), len(held_out))
     if not train or not held_out:
         raise ContractError(
             f"{rundir / 'states'}: {len(train)} training and {len(held_out)} held-out rows with an answer of two tokens or "
             "more; both are needed."
         )
-    return Data(train, held_out, domains)
+    return Data(train, held_out, domains, frozenset(keys), list(left_out))
 
 
 def resident(data: Data, device: str) -> Data:
@@ -112,11 +151,16 @@ def resident(data: Data, device: str) -> Data:
         return data
     say(f"  {size / 1e9:.1f} GB of states fit into the GPU's memory: read once")
     rows = states.load_all([*data.train, *data.held_out], device)
-    return Data(rows[: len(data.train)], rows[len(data.train) :], data.domains)
+    return data._replace(train=rows[: len(data.train)], held_out=rows[len(data.train) :])
 
 
-def draft_vocabulary(resolved: Resolved, data: Data) -> vocabulary.Vocabulary:
-    """Chosen from the training answers; printed with what it covers."""
+def draft_vocabulary(resolved: Resolved, data: Data, start: Parent | None = None) -> vocabulary.Vocabulary:
+    """The parent's, or chosen from the training answers; printed with what it covers."""
+    if start:
+        answers = (r.slice("ids")[r.start :] for r in data.train)
+        vocab = vocabulary.measure(answers, start.drafter.kept_W, resolved.target.vocab)
+        _print_vocabulary(vocab, data, "kept from the parent")
+        return vocab
     always = {
         *resolved.target.stop_ids,
         *resolved.target.tokenizer(resolved.recipe.target.trust_remote_code).all_special_ids,
@@ -132,13 +176,15 @@ def draft_vocabulary(resolved: Resolved, data: Data) -> vocabulary.Vocabulary:
     return vocab
 
 
-def _print_vocabulary(vocab: vocabulary.Vocabulary, data: Data) -> None:
+def _print_vocabulary(vocab: vocabulary.Vocabulary, data: Data, origin: str = "") -> None:
     held = torch.cat([r.slice("ids")[r.start :].long() for r in data.held_out])
-    outside = 1 - torch.isin(held, vocab.kept_W).float().mean().item()
-    filled = f", {vocab.filled} places filled with ids that no answer had" if vocab.filled else ""
+    inside = torch.isin(held, vocab.kept_W).float().mean().item()
+    if not origin and vocab.filled:
+        origin = f"{vocab.filled:,} places filled with ids that no answer had"
+    notes = ", ".join(filter(None, [f"{vocab.distinct:,} distinct", origin]))
     say(
-        f"  draft vocabulary: {len(vocab.kept_W):,} ids cover {vocab.coverage:.2%} of the supervised tokens "
-        f"({vocab.distinct:,} distinct{filled}) and {1 - outside:.2%} of the held-out ones"
+        f"  draft vocabulary: {len(vocab.kept_W):,} ids cover {vocab.coverage:.2%} of the supervised tokens ({notes}) "
+        f"and {inside:.2%} of the held-out ones"
     )
 
 
@@ -153,6 +199,22 @@ def make_teacher(resolved: Resolved, kept_W: Tensor) -> Teacher:
         eps=target.eps,
         draft_id_V=draft_id,
         embedding_VD=target.embedding_VD().float().to(device),
+    )
+
+
+def _contract(resolved: Resolved, draft_vocab: int, longest: int, start: Parent | None) -> Contract:
+    """The parent's, for this target and the longer of both trainings; or a new one."""
+    options, target = resolved.recipe.train, resolved.target
+    if start is None:
+        norms = Norms(**options.norms.model_dump())
+        return for_target(target, resolved.aux_layers, norms, draft_vocab, options.ttt_steps, longest)
+    old = start.drafter.contract
+    return replace(
+        old,
+        target_fingerprint=target.fingerprint,
+        target_identity=target.identity,
+        trained_length=max(old.trained_length, longest),
+        ttt_steps=max(old.ttt_steps, options.ttt_steps),
     )
 
 
@@ -171,19 +233,28 @@ class Started(NamedTuple):
 class Trainer:
     """The training loop and what it needs between steps."""
 
-    def __init__(self, resolved: Resolved, rundir: RunDir, data: Data, vocab: vocabulary.Vocabulary) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        rundir: RunDir,
+        data: Data,
+        vocab: vocabulary.Vocabulary,
+        start: Parent | None = None,
+    ) -> None:
         self.options, self.rundir, self.data = resolved.recipe.train, rundir, data
         self.device, self.loggers = resolved.device, tuple(resolved.recipe.report.loggers)
         longest = max(len(r) for r in data.train)
-        norms = Norms(**self.options.norms.model_dump())
-        self.contract = for_target(
-            resolved.target, resolved.aux_layers, norms, len(vocab.kept_W), self.options.ttt_steps, longest
-        )
         self.teacher = make_teacher(resolved, vocab.kept_W)
+        self.contract = _contract(resolved, len(vocab.kept_W), longest, start)
         self.drafter = Drafter(self.contract)
-        self.drafter.reset(
-            self.options.seed, vocab.kept_W, self.teacher.head_WD.cpu(), self.teacher.norm_D.cpu()
-        )
+        self.started_from = start is not None
+        self.trained_on = data.keys if start is None else start.trained_on and start.trained_on | data.keys
+        if start:
+            self.drafter.load_state_dict(start.drafter.state_dict())
+        else:
+            self.drafter.reset(
+                self.options.seed, vocab.kept_W, self.teacher.head_WD.cpu(), self.teacher.norm_D.cpu()
+            )
         self.drafter.to(self.device)
         self.optimizer = torch.optim.AdamW(
             self.drafter.parameters(),
@@ -212,6 +283,8 @@ class Trainer:
         if self.state_file.is_file():
             place = checkpoint.load(self.state_file, self.drafter, self.optimizer)
             say(f"  resuming at step {place['step']} of {self.total_steps}")
+        elif self.started_from:
+            place["best"] = self._finish_epoch(-1, 0.0)
         saved = time.monotonic()
         done_before = [sum(map(len, self.plan[:e])) for e in range(len(self.plan))]
         with (
@@ -290,7 +363,7 @@ class Trainer:
 
     def _record(self, started: "Started") -> dict[str, Any]:
         """The line of steps.jsonl. Raises ContractError when the loss or its gradient is not finite."""
-        loss_sum, norm, *hits = started.figures.read()
+        loss_sum, norm, *hits = started.figures.read()[0].tolist()
         if not math.isfinite(loss_sum) or not math.isfinite(norm):
             names = ", ".join(self.data.train[i].row_id for i in started.rows[:5])
             raise ContractError(
@@ -316,14 +389,15 @@ class Trainer:
         metrics = {"epoch": epoch + 1, **self._evaluate()}
         tau = metrics["tau"][str(metrics["select_k"])]["value"]
         folder = self.rundir / "drafter"
-        records.replace_folder(folder / f"epoch-{epoch + 1}", self.drafter, metrics)
-        if tau > best or not (folder / "best").is_dir():
-            records.replace_folder(folder / "best", self.drafter, metrics)
         records.append_eval(self.rundir / "train" / "evals.jsonl", metrics)
+        kept = {name: value for name, value in metrics.items() if name != "walks"}
+        records.replace_folder(folder / f"epoch-{epoch + 1}", self.drafter, kept, self.trained_on)
+        if tau > best or not (folder / "best").is_dir():
+            records.replace_folder(folder / "best", self.drafter, kept, self.trained_on)
         shown = metrics["tau"][str(metrics["select_k"])]
         p = " ".join(f"{x:.2f}" for x in metrics["p"][str(metrics["max_k"])])
         say(
-            f"  epoch {epoch + 1}: held-out tau at k={metrics['select_k']} is {shown['value']:.3f} "
+            f"  {f'epoch {epoch + 1}' if epoch >= 0 else 'before any step'}: held-out tau at k={metrics['select_k']} is {shown['value']:.3f} "
             f"[{shown['low']:.3f}, {shown['high']:.3f}]; accepted at positions 1..{metrics['max_k']}: {p}"
         )
         return tau

@@ -36,6 +36,18 @@ def choose(
     )
 
 
+def measure(answers: Iterable[Tensor], kept_W: Tensor, vocab: int) -> Vocabulary:
+    """A given map, and what it covers of these answers."""
+    counts = _count(answers, vocab)
+    inside = counts[kept_W]
+    return Vocabulary(
+        kept_W,
+        float(inside.sum()) / max(int(counts.sum()), 1),
+        int((counts > 0).sum()),
+        int((inside == 0).sum()),
+    )
+
+
 def _count(rows: Iterable[Tensor], vocab: int) -> Tensor:
     counts = torch.zeros(vocab, dtype=torch.int64)
     for row in rows:

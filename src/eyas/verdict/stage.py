@@ -18,7 +18,7 @@ SPEED_AGREES = 0.10  # predicted against measured
 def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     """Decide; returns the manifest with `ship`, `k`, `reason` and the prediction of every cell."""
     train = rundir.manifest("train")
-    facts = {"supervised_tokens": train["supervised_tokens"]}
+    facts = {"supervised_tokens": train["supervised_tokens"], "parent": train["parent"]}
     body = decide(rundir.manifest("bench"), resolved.recipe.verdict, facts)
     body["drafter"] = str(read_json(rundir / "drafter" / "best" / "metrics.json")["epoch"])
     verdict = rundir.finish("verdict", body)
@@ -70,6 +70,18 @@ def _predict(cell: dict[str, Any]) -> dict[str, Any]:
     return {**cell, "S_predicted": predicted}
 
 
+def _added(parent: dict[str, Any]) -> str:
+    """What finetuning added to the drafter that training started from."""
+    if parent["best_epoch"] == 0:
+        return f"finetuning added nothing to the {parent['tau']:.3f} tokens a step (k={parent['k']}) that training started from"
+    gain = parent["gain"]
+    sure = "" if gain["low"] > 0 else ", which may be chance"
+    return (
+        f"of these, finetuning added {gain['value']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}] tokens a step at k={parent['k']} "
+        f"(replayed){sure}: training started from {parent['tau']:.3f}"
+    )
+
+
 def _reasons(best: dict[str, Any], ship: bool, options: VerdictSection, facts: dict[str, Any]) -> list[str]:
     tau, cost, replayed = best["tau"]["value"], best["C"]["value"], best["tau_replayed"]
     out = [
@@ -94,6 +106,8 @@ def _reasons(best: dict[str, Any], ship: bool, options: VerdictSection, facts: d
         out.append(
             f"{faults} greedy answers differ from the plain ones away from near ties: the output is not the target's"
         )
+    if facts["parent"]:
+        out.append(_added(facts["parent"]))
     if not ship and tau < options.min_speedup * cost:
         out.append(
             f"it needs {options.min_speedup * cost:.2f} tokens a step; it learned from {facts['supervised_tokens']:,} supervised "

@@ -1,4 +1,4 @@
-"""Keeping a GPU busy: work prepared ahead on a thread, and figures read after the next work was launched."""
+"""Keeping a GPU busy: work prepared ahead on a thread, and results read after the next work was launched."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -26,15 +26,15 @@ def ahead(items: Iterable[T], make: Callable[[T], U]) -> Iterator[U]:
 
 
 class Later:
-    """Numbers on their way from the device; `read` waits for them, and only for them."""
+    """Tensors on their way from the device; `read` waits for them, and not for what was launched after them."""
 
-    def __init__(self, values_N: Tensor) -> None:
-        self._event = torch.cuda.Event() if values_N.is_cuda else None
-        self._host = values_N.to("cpu", non_blocking=True)
+    def __init__(self, *tensors: Tensor) -> None:
+        self._event = torch.cuda.Event() if tensors[0].is_cuda else None
+        self._host = [t.to("cpu", non_blocking=True) for t in tensors]
         if self._event:
             self._event.record()
 
-    def read(self) -> list[float]:
+    def read(self) -> list[Tensor]:
         if self._event:
             self._event.synchronize()
-        return self._host.tolist()
+        return self._host

@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from eyas.train.feed import DEPTH, Later, ahead
+from eyas.feed import DEPTH, Later, ahead
 
 
 def test_items_come_in_order_and_at_most_two_are_prepared_ahead():
@@ -37,4 +37,5 @@ def test_what_make_raises_is_raised_at_its_item():
 
 
 def test_figures_are_read_as_they_were():
-    assert Later(torch.tensor([1.5, 2.0])).read() == [1.5, 2.0]
+    one, two = Later(torch.tensor([1.5, 2.0]), torch.tensor(3)).read()
+    assert one.tolist() == [1.5, 2.0] and int(two) == 3
