@@ -27,6 +27,16 @@ def test_a_torn_part_is_refused(tmp_path):
         list(conversations.read(tmp_path))
 
 
+def test_a_part_of_an_older_version_is_refused_with_what_it_lacks(tmp_path):
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "part-00000.parquet"
+    conversations.write_part(path, [Row("0", "p", "k", "d", "train", 0, 0, [1], [2], "stop", 0.0, 1.0, "f")])
+    pq.write_table(pq.read_table(path).drop_columns(["prompt_key"]), path)
+    with pytest.raises(ContractError, match="no column prompt_key"):
+        conversations.read_part(path)
+
+
 def test_states_come_back_bitwise_with_their_rows(tmp_path):
     rows = [random_row(9, 3, 1), random_row(5, 2, 2)]
     states.write_shard(tmp_path / "s.safetensors", rows, {"positions": 14})

@@ -107,8 +107,8 @@ def test_a_changed_costly_stage_is_refused_by_name_with_both_values(recipe_file,
 
 
 def test_a_batch_is_smaller_where_its_cache_would_not_fit(recipe_file, finished, tmp_path, monkeypatch):
-    """Prompts of some 40 bytes + 16 tokens, 512 bytes of keys and values each: two rows fit into 64 KiB, not six."""
-    monkeypatch.setattr("eyas.generate.stage.CACHE_BYTES", {"cpu": 65536})
+    """256 bytes of keys and values a token: 128 tokens fit into 32 KiB, which is some three rows, not six."""
+    monkeypatch.setattr("eyas.generate.stage.CACHE_BYTES", {"cpu": 32768})
     folder = tmp_path / "run"
     pipeline.run(str(recipe_file), (), str(folder), None, "generate")
     parts = conversations.parts(folder / "conversations")

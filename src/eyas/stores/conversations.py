@@ -62,6 +62,9 @@ def read_part(path: Path) -> list[Row]:
     import pyarrow.parquet as pq
 
     try:
+        missing = [f.name for f in fields(Row) if f.name not in pq.read_schema(path).names]
+        if missing:
+            raise pa.ArrowInvalid(f"it has no column {', '.join(missing)}: written by another version")
         table = pq.read_table(path, schema=_schema())
     except (pa.ArrowException, OSError) as e:
         raise ContractError(

@@ -107,12 +107,12 @@ def load_all(rows: Sequence[RowRef], device: str) -> list[RowStates]:
         f = _opened(path)
         whole[path] = {n: f.get_tensor(n) for n in ("ids", "aux", "last", "top1")}
         whole[path] |= {n: whole[path][n].to(torch.device(device)) for n in ("aux", "last")}
-    return [
-        RowStates(
-            r.row_id, *(whole[r.path][n][r.begin : r.end] for n in ("ids", "aux", "last", "top1")), r.start
-        )
-        for r in rows
-    ]
+
+    def row(r: RowRef) -> RowStates:
+        ids, aux, last, top1 = (whole[r.path][n][r.begin : r.end] for n in ("ids", "aux", "last", "top1"))
+        return RowStates(r.row_id, ids, aux, last, top1, r.start)
+
+    return [row(r) for r in rows]
 
 
 def bytes_of(rows: Sequence[RowRef]) -> int:
