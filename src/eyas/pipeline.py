@@ -81,7 +81,8 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
     if read.target.aux_layers == "auto":
         layers = facts.default_aux_layers()
     else:
-        layers = target.Decision(facts.check_aux_layers(list(read.target.aux_layers)), "the recipe says so")
+        reason = values["target.aux_layers"].reason if read.train.init_from else "the recipe says so"
+        layers = target.Decision(facts.check_aux_layers(list(read.target.aux_layers)), reason)
     for key, (value, reason) in {
         "target.dtype": dtype,
         "target.aux_layers": layers,

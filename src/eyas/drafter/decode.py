@@ -74,10 +74,11 @@ class DraftSession:
         x, residual = self.drafter.mix(embedded, h_TD)
         end = start + len(token_T)
         pos = torch.arange(start, end, device=h_TD.device)
-        key, value = self.drafter.key_value(x, pos)
+        turn = self.drafter.rotation(pos)
+        key, value = self.drafter.key_value(x, turn)
         self.keys_NCE[:, start:end] = key.transpose(0, 1)
         self.values_NCE[:, start:end] = value.transpose(0, 1)
-        query = self.drafter.query(x, pos).transpose(0, 1)
+        query = self.drafter.query(x, turn).transpose(0, 1)
         mask = None
         if len(token_T) > 1:
             mask = torch.arange(end, device=h_TD.device)[None] <= pos[:, None]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.contract import Contract
-from eyas.drafter.attention import rope, ttt_attention, visible
+from eyas.drafter.attention import Rotation, rope, rotation, ttt_attention, visible
 from eyas.drafter.batch import Batch
 from eyas.drafter.linear import Linear
 
@@ -93,14 +93,15 @@ class Drafter(nn.Module):
         x = torch.cat([self.input_layernorm(embedded_TD), normed], -1)
         return x, normed if self.contract.norms.before_residual else h_TD
 
-    def query(self, x_T2D: Tensor, pos_T: Tensor) -> Tensor:
-        return rope(
-            self.q_proj(x_T2D).unflatten(-1, (-1, self.contract.head_dim)), pos_T, self.contract.rope_theta
-        )
+    def rotation(self, pos_T: Tensor) -> Rotation:
+        return rotation(pos_T, self.contract.head_dim, self.contract.rope_theta)
 
-    def key_value(self, x_T2D: Tensor, pos_T: Tensor) -> tuple[Tensor, Tensor]:
+    def query(self, x_T2D: Tensor, turn: Rotation) -> Tensor:
+        return rope(self.q_proj(x_T2D).unflatten(-1, (-1, self.contract.head_dim)), turn)
+
+    def key_value(self, x_T2D: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
         shape = (self.contract.kv_heads, self.contract.head_dim)
-        key = rope(self.k_proj(x_T2D).unflatten(-1, shape), pos_T, self.contract.rope_theta)
+        key = rope(self.k_proj(x_T2D).unflatten(-1, shape), turn)
         return key, self.v_proj(x_T2D).unflatten(-1, shape)
 
     def finish(self, attended_TX: Tensor, residual_TD: Tensor) -> Tensor:
@@ -142,12 +143,13 @@ def unroll(
     dtype = drafter.fc.weight.dtype
     embed = lambda ids: F.embedding(ids, embedding_VD).to(dtype)  # noqa: E731
     x, residual = drafter.mix(embed(batch.key_token_K), drafter.fuse(batch.key_aux_KLD.to(dtype)))
-    key_K, value_K = drafter.key_value(x, batch.key_pos_K)
+    key_K, value_K = drafter.key_value(x, drafter.rotation(batch.key_pos_K))
     key = _pad(key_K, batch.key_grid_BJ)
     value = _pad(value_K, batch.key_grid_BJ)
     mask = visible(batch.key_grid_BJ.shape[1], batch.queries, batch.first_B)
     pos_M = batch.key_pos_K[batch.query_key_M]
     x, residual = x[batch.query_key_M], residual[batch.query_key_M]
+    turn = drafter.rotation(pos_M)
     own: list[tuple[Tensor, Tensor]] = []
     chosen: Tensor | None = None
     h = x
@@ -156,9 +158,10 @@ def unroll(
             h = drafter.fed_back(h[stays])
             token = batch.token_M[live + k] if chosen is None else chosen[stays]
             x, residual = drafter.mix(embed(token), h)
-            own_k, own_v = drafter.key_value(x, pos_M[live] + k)
+            turn = drafter.rotation(pos_M[live] + k)
+            own_k, own_v = drafter.key_value(x, turn)
             own.append((_spread(own_k, live, batch), _spread(own_v, live, batch)))
-        query = _spread(drafter.query(x, pos_M[live] + k), live, batch)
+        query = _spread(drafter.query(x, turn), live, batch)
         attended = ttt_attention(query, key, value, own, mask)
         h = drafter.finish(attended.flatten(0, 1)[batch.grid_M[live]], residual)
         step = Step(k, live, h)
