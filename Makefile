@@ -1,10 +1,10 @@
-# setup demo test lint format bench: each works on a fresh machine with Python 3.11 to 3.13.
+# setup demo test lint format bench, and for vLLM engine-vllm test-engines: each works on a fresh machine with Python 3.11 to 3.13.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint format bench clean
+.PHONY: setup demo test lint format bench engine-vllm test-engines clean
 
 setup: $(READY)
 
@@ -22,6 +22,13 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest
+
+engine-vllm: setup
+	@$(BIN)/eyas engine setup vllm --python $(BIN)/python
+
+test-engines: engine-vllm
+	@$(BIN)/eyas fetch smollm2-135m
+	@$(BIN)/python -m pytest -o addopts= -q -s tests/engines
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -22,6 +22,7 @@ LAYERS = [
     {"drafter"},
     {"engines"},
     {"recipe", "rundir"},
+    {"servers"},
     {"fetch", *STAGES},
     {"pipeline"},
     {"upkeep"},
@@ -71,6 +72,10 @@ FROZEN = {
     "fetch": ["name", "--models", "--json"],
     "status": COMMON,
     "clean": ["recipe", "--run", "--yes", "--json"],
+    "serve": [*COMMON, "--baseline", "--dry-run", "--port", "--timeout"],
+    "ps": ["--json"],
+    "stop": ["name", "--json"],
+    "engine": {"setup": ["name", "--python", "--json"]},
     "init": ["--target", "--name", "--out", "--json"],
     "recipe": {"show": COMMON},
 }

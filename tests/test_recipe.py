@@ -31,7 +31,7 @@ GOOD = "name: a\ntarget: {model: m}\n"
         (GOOD + "train: {lr: -1}\n", "greater than 0"),
         (GOOD + "bench: {k: [0, 1]}\n", "the baseline k = 0 is always measured"),
         (GOOD + "bench: {concurrency: [1, 8]}\n", "one request at a time"),
-        (GOOD + "engine: {name: vllm}\n", "Input should be 'hf'"),
+        (GOOD + "engine: {name: trt}\n", "Input should be 'hf' or 'vllm'"),
         ("name: ../../etc\ntarget: {model: m}\n", '"name"'),
         (GOOD + "extract: {with: generate}\n", "extract.with"),
     ],

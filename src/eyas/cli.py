@@ -185,6 +185,94 @@ def init(target: str, name: str | None, out: str | None, as_json: bool) -> None:
         click.echo(f"{path}: look it through, then: eyas run {path} --until plan")
 
 
+@eyas.command()
+@common
+@click.option("--baseline", is_flag=True, help="The target alone, without the drafter.")
+@click.option("--dry-run", is_flag=True, help="Print the command, ready to paste, and start nothing.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port on loopback (default: a free one).")
+@click.option(
+    "--timeout", type=float, default=1800, show_default=True, help="Seconds to wait until it is ready."
+)
+def serve(
+    recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool, baseline: bool, dry_run: bool, port: int | None,
+    timeout: float,
+) -> None:  # fmt: skip
+    """A run's target and drafter in vLLM, on loopback, until `eyas stop`."""
+    from dataclasses import asdict
+
+    from eyas import pipeline
+    from eyas.servers import serve as serving
+
+    resolved, rundir, _ = pipeline.open_run(recipe, sets, folder)
+    if dry_run:
+        made, _ = serving.plan(resolved, rundir, baseline, port)
+        emit({"command": made.argv, "env": made.env, "log": str(made.log)}, as_json)
+        if not as_json:
+            click.echo(made.shown())
+        return
+    emit(asdict(serving.serve(resolved, rundir, baseline, port, timeout)), as_json)
+
+
+@eyas.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+def ps(as_json: bool) -> None:
+    """The servers that eyas has started on this machine."""
+    from eyas.progress import duration, size
+    from eyas.servers import records
+    from eyas.servers import serve as serving
+
+    serving.clear_orphans()
+    rows = [records.shown(r) for r in records.every()]
+    emit(rows, as_json)
+    if not as_json:
+        for r in rows:
+            click.echo(
+                f"{r['name']:<28} {r['url']}  {r['engine']}, {r['processes']} processes, {size(r['memory_bytes'])}, "
+                f"{duration(r['seconds'])}"
+            )
+        if not rows:
+            click.echo("no server of eyas is running")
+
+
+@eyas.command()
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+def stop(name: str, as_json: bool) -> None:
+    """Stop a server that eyas has started, and nothing else."""
+    from eyas.servers import records
+    from eyas.servers import serve as serving
+
+    serving.clear_orphans()
+    stopped = records.stop(records.named(name))
+    emit({"name": name, "processes": stopped}, as_json)
+    if not as_json:
+        click.echo(f"{name}: {stopped} processes stopped")
+
+
+@eyas.group()
+def engine() -> None:
+    """Engines in environments of their own."""
+
+
+@engine.command()
+@click.argument("name", type=click.Choice(["vllm"]))
+@click.option(
+    "--python",
+    default=sys.executable,
+    metavar="P",
+    help="Python 3.11 to 3.13 to make it with (default: this one).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+def setup(name: str, python: str, as_json: bool) -> None:
+    """Install an engine's CPU build: vllm. On a GPU, install vLLM yourself and set engine.python."""
+    from eyas.engines import vllm
+
+    made = vllm.setup(python, vllm.own_environment())
+    emit({"python": str(made.python), "version": made.version, "device": made.device}, as_json)
+    if not as_json:
+        click.echo(f"vLLM {made.version} ({made.device}): {made.python}")
+
+
 @eyas.group()
 def recipe() -> None:
     """Look at recipes."""
@@ -194,9 +282,11 @@ def recipe() -> None:
 @common
 def show(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool) -> None:
     """Every key with its value, unit, source and reason."""
+    from eyas import pipeline
     from eyas import recipe as recipes
 
-    _, values = recipes.read(recipes.find(recipe), sets)
+    read, values = recipes.read(recipes.find(recipe), sets)
+    pipeline.inherit(read, values)
     emit({k: v._asdict() for k, v in values.items()}, as_json)
     if not as_json:
         units = recipes.units()

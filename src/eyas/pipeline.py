@@ -44,6 +44,7 @@ STAGES = (
     Stage("verdict", ("train", "bench"), ("verdict",), costly=False),
     Stage("report", (), (), costly=False),
 )
+EMBEDDED = ("plan", "generate", "extract", "bench")  # measured or run by engines/hf.py alone
 OUT_OF_MEMORY = "can't allocate memory"  # PyTorch's words on the CPU
 MEMORY_KNOB = {
     "generate": "Lower generate.concurrency or generate.max_tokens.",
@@ -69,7 +70,7 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
     """Derive what the recipe left `auto`, each with a reason that is printed and recorded."""
     from eyas.engines import hf
 
-    read = _inherit(read, values)
+    read = inherit(read, values)
     sizes, folder = read.target.facts, Path(read.target.model)
     if sizes and not folder.is_dir():
         facts = target.from_facts(folder, sizes.model_dump())
@@ -96,7 +97,7 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
     return Resolved(read, facts, device.value, dtype.value, layers.value)
 
 
-def _inherit(read: Recipe, values: dict[str, Value]) -> Recipe:
+def inherit(read: Recipe, values: dict[str, Value]) -> Recipe:
     """The recipe with what a warm start keeps of its parent. Raises RecipeError where the recipe asks for something else."""
     word = read.train.init_from
     if word is None:
@@ -244,6 +245,11 @@ def work(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     elif stage.name != "report" and rundir.finished(stage.name):
         say(f"{stage.name}: done already")
         return rundir.manifest(stage.name)
+    if resolved.recipe.engine.name != "hf" and stage.name in EMBEDDED:
+        raise UsageError(
+            f"{stage.name}: runs in the embedded engine in this version, and engine.name is {resolved.recipe.engine.name}, which "
+            "can be served (eyas serve). Set engine.name to hf."
+        )
     say(f"{stage.name}: {'resuming' if rundir.started(stage.name) and stage.costly else 'starting'}")
     rundir.update_record(stage.name, inputs=inputs, state="running")
     began = time.monotonic()

@@ -73,7 +73,17 @@ class TargetSection(Section):
 
 
 class EngineSection(Section):
-    name: Literal["hf"] = key("hf", "the embedded engine (transformers); needs no server")
+    name: Literal["hf", "vllm"] = key("hf", "the embedded engine (transformers); needs no server")
+    python: str | None = key(
+        None,
+        "Python of the engine's own environment; else EYAS_VLLM_PYTHON, `eyas engine setup`, PATH",
+        min_length=1,
+    )
+    args: list[str] = key([], "added to the server's command line", "words")
+    env: dict[str, str] = key(
+        {}, "added to the server's environment; never put a key here: it is written to the run"
+    )
+    command: list[str] = key([], "put before the server's command line, as a container runtime's is", "words")
 
 
 class PromptSource(Section):

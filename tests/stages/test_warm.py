@@ -7,9 +7,11 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from click.testing import CliRunner
 
 from eyas import pipeline
 from eyas.check import rules
+from eyas.cli import eyas
 from eyas.drafter import dialects
 from eyas.errors import ContractError, RecipeError
 from eyas.recipe import SHIPPED_DRAFTERS
@@ -147,6 +149,14 @@ def test_a_parent_of_another_target_is_refused_before_anything_is_generated(pare
 def test_what_is_no_drafter_is_refused_with_the_names_of_those_that_ship(finished, tmp_path, word):
     with pytest.raises(RecipeError, match=r"not a drafter folder.*smollm2-135m"):
         pipeline.open_run(str(finished[0]), (f"train.init_from={word}",), str(tmp_path / "run"))
+
+
+def test_recipe_show_tells_what_is_kept_of_the_parent():
+    shown = CliRunner().invoke(eyas, ["recipe", "show", "smollm2-135m", "--json"])
+    value = json.loads(shown.stdout)["train.draft_vocab"]
+    assert (value["value"], value["source"]) == (16384, "derived") and "kept from smollm2-135m" in value[
+        "reason"
+    ]
 
 
 def test_another_parent_makes_training_stale(finished, parent, tmp_path):

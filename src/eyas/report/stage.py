@@ -114,10 +114,21 @@ def _provenance(
     resolved: Resolved, record: dict[str, Any], made: dict[str, dict[str, Any]]
 ) -> list[tuple[str, str]]:
     m = record["machine"]
+    parent = made["train"]["parent"]
+    started = []
+    if parent:
+        gave = f"{parent['tau']:.3f} tokens a step at k={parent['k']}"
+        started = [
+            (
+                "started from",
+                f"{resolved.recipe.train.init_from}, which gave {gave} on these held-out answers",
+            )
+        ]
     commit = f", commit {record['git']}" if record["git"] else ""
     return [
         ("target", f"{resolved.target.identity}, fingerprint {resolved.target.fingerprint}"),
         ("aux layers", f"{resolved.aux_layers} (id i = input of layer i)"),
+        *started,
         ("computed in", f"{resolved.dtype} on {resolved.device}"),
         ("eyas", f"{record['eyas']}{commit}"),
         ("machine", f"{m['cpu']}, {m['cores']} cores, {m['memory_bytes'] / 2**30:.0f} GiB, {m['system']}"),

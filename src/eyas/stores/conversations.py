@@ -65,12 +65,11 @@ def read_part(path: Path) -> list[Row]:
         missing = [f.name for f in fields(Row) if f.name not in pq.read_schema(path).names]
         if missing:
             raise pa.ArrowInvalid(f"it has no column {', '.join(missing)}: written by another version")
-        table = pq.read_table(path, schema=_schema())
-    except (pa.ArrowException, OSError) as e:
+        return [Row(**r) for r in pq.read_table(path, schema=_schema()).to_pylist()]
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
         raise ContractError(
             f"{path}: not a readable part of conversations ({e}). Run generate again with --from generate."
         ) from e
-    return [Row(**r) for r in table.to_pylist()]
 
 
 def parts(folder: Path) -> list[Path]:

@@ -248,7 +248,9 @@ class Trainer:
         self.contract = _contract(resolved, len(vocab.kept_W), longest, start)
         self.drafter = Drafter(self.contract)
         self.started_from = start is not None
-        self.trained_on = data.keys if start is None else start.trained_on and start.trained_on | data.keys
+        self.trained_on: frozenset[str] | None = data.keys
+        if start:
+            self.trained_on = None if start.trained_on is None else start.trained_on | data.keys
         if start:
             self.drafter.load_state_dict(start.drafter.state_dict())
         else:

