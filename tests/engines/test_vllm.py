@@ -100,7 +100,7 @@ def test_it_answers_as_the_embedded_engine_does_and_accepts_drafts(run, served):
     steps = counter(served.url, "spec_decode_num_drafts") - steps
     accepted = counter(served.url, "spec_decode_num_accepted_tokens") - accepted
     print(
-        f"vLLM {served.engine}: {equal} of {len(QUESTIONS)} answers equal; tau {1 + accepted / steps:.3f} over {steps:.0f} steps"
+        f"{served.engine}: {equal} of {len(QUESTIONS)} answers equal; tau {1 + accepted / steps:.3f} over {steps:.0f} steps"
     )
     assert 1.6 < 1 + accepted / steps < 4
 

@@ -64,7 +64,7 @@ PHASES = (
     Sign("Initializing a V1 LLM engine", "starting the engine"),
     Sign("Starting to load model", "loading the target"),
     Sign("Loading drafter model", "loading the drafter"),
-    Sign("torch.compile", "compiling"),
+    Sign("Dynamo bytecode transform", "compiling"),
     Sign("Capturing CUDA graphs", "capturing CUDA graphs"),
     Sign("KV cache size", "making the key/value cache"),
     Sign("Application startup complete", "starting the HTTP server"),
@@ -106,11 +106,11 @@ def find(wanted: str | None) -> Installed:
                     f"{origin} is {python}, and there is no vLLM in it (or it is no Python). Install vLLM there, or name another."
                 )
             return found
-    for python, origin in (
+    for place, origin in (
         (own_environment() / "bin" / "python", "eyas engine setup"),
         (_beside_script(), "PATH"),
     ):
-        found = ask(python, origin) if python else None
+        found = ask(place, origin) if place else None
         if found:
             return found
     raise SurroundingsError(
