@@ -72,7 +72,7 @@ PHASES = (
 FAULTS = (
     Sign("CUDA out of memory", "the GPU's memory is too small or taken: lower --gpu-memory-utilization or --max-model-len in engine.args, or free the GPU"),
     Sign("No available memory for the cache blocks", "no memory is left for the key/value cache: raise --gpu-memory-utilization, or lower --max-model-len"),
-    Sign("is larger than the maximum number of tokens that can be stored in KV cache", "the key/value cache holds less than one request: lower --max-model-len in engine.args, or give it more memory"),
+    Sign("which is larger than the available KV cache", "the key/value cache holds less than one request: lower --max-model-len in engine.args, or give it more memory"),
     Sign("Free memory on device", "other processes hold the GPU's memory: free it, or lower --gpu-memory-utilization in engine.args"),
     Sign("address already in use", "the port was taken between our look and its start: choose another with --port"),
     Sign("are not supported for now", "this version does not serve this architecture: another version of vLLM may"),
