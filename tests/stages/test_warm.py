@@ -159,6 +159,15 @@ def test_recipe_show_tells_what_is_kept_of_the_parent():
     ]
 
 
+def test_from_nothing_is_one_key_away():
+    shown = CliRunner().invoke(
+        eyas, ["recipe", "show", "smollm2-135m", "--set", "train.init_from=null", "--json"]
+    )
+    values = json.loads(shown.stdout)
+    assert values["train.init_from"]["value"] is None
+    assert (values["train.draft_vocab"]["value"], values["train.draft_vocab"]["source"]) == (8192, "default")
+
+
 def test_another_parent_makes_training_stale(finished, parent, tmp_path):
     run, _ = warm(finished, parent, tmp_path / "run")
     weights = parent / "model.safetensors"
