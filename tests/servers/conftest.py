@@ -28,6 +28,8 @@ if kind == "silent":
     time.sleep(600)
 if kind == "stubborn":  # a worker that ignores SIGTERM, as a hung one does
     subprocess.Popen([sys.executable, "-c", "import signal,time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+if kind == "titled":
+    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], env={})
 names = ["another"] if kind == "stranger" else a.served_model_name
 
 class Handler(BaseHTTPRequestHandler):

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import jsonschema
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -19,6 +20,17 @@ from eyas.servers import host, launch, records, serve
 from tests.servers.conftest import taken_port, wait_for
 
 VLLM = ("engine.name=vllm",)
+
+
+def processes_with(nonce):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(records.MARK) == nonce:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
 
 
 def fits(verb, value):
@@ -43,7 +55,25 @@ def test_a_server_is_started_listed_and_stopped_and_nothing_else(finished, fake_
     (row,) = json.loads(shown.stdout)
     assert row["name"] == "tiny" and row["processes"] == 2 and row["url"] == record.url
     assert records.stop(record, grace_s=0.5) == 2
-    assert records.members(record.nonce) == [] and records.every() == []
+    assert records.members(record) == [] and records.every() == []
+
+
+def test_workers_that_overwrite_their_environment_are_stopped_too(finished, fake_vllm, decoy, monkeypatch):
+    """As VLLM::Worker does with its title; another's process without an environment survives."""
+    monkeypatch.setenv("FAKE", "titled")
+    bare = subprocess.Popen(
+        [sys.executable, "-S", "-c", "import time; time.sleep(600)"], env={}, start_new_session=True
+    )
+    record = serve.serve(*opened(finished, fake_vllm), baseline=False, port=None, ready_s=60)
+    wait_for(lambda: len(records.members(record)) == 2)
+    (marked,) = processes_with(record.nonce)
+    marked.kill()  # the worker alone is left
+    wait_for(lambda: len(records.members(record)) == 1)
+    assert records.stop(record, grace_s=0.5) == 1
+    assert records.members(record) == []
+    assert bare.poll() is None
+    bare.kill()
+    bare.wait()
 
 
 def test_a_second_server_of_the_same_name_is_refused(finished, fake_vllm):
@@ -72,7 +102,7 @@ def test_a_server_that_fails_is_named_and_leaves_nothing(finished, fake_vllm, de
     made, _ = serve.plan(resolved, rundir, False, None)
     with pytest.raises(SurroundingsError, match=said):
         launch.start(made, ready_s=3)
-    assert records.members(made.nonce) == [] and records.every() == []
+    assert processes_with(made.nonce) == [] and records.every() == []
     assert made.log.is_file()
 
 
@@ -86,33 +116,33 @@ def test_the_orphans_of_a_killed_eyas_are_stopped_at_the_next_start(finished, fa
     monkeypatch.setenv("FAKE", "silent")
     command = [sys.executable, "-m", "eyas", "serve", str(finished[1]), "--set", VLLM[0], "--set"]
     ours = subprocess.Popen([*command, f"engine.python={fake_vllm}"], stderr=subprocess.DEVNULL)
-    wait_for(lambda: records.every() and records.members(records.every()[0].nonce))
+    wait_for(lambda: records.every() and records.members(records.every()[0]))
     (record,) = records.every()
     ours.send_signal(signal.SIGKILL)
     ours.wait()
-    assert records.members(record.nonce), "the server outlives a killed eyas"
+    assert records.members(record), "the server outlives a killed eyas"
     shown = CliRunner().invoke(eyas, ["ps"])
     assert "left by an eyas that was killed" in shown.output and "no server of eyas" in shown.output
-    assert records.members(record.nonce) == [] and records.every() == []
+    assert records.members(record) == [] and records.every() == []
 
 
 def test_ctrl_c_while_waiting_stops_what_was_started(finished, fake_vllm, monkeypatch):
     monkeypatch.setenv("FAKE", "silent")
     command = [sys.executable, "-m", "eyas", "serve", str(finished[1]), "--set", VLLM[0], "--set"]
     ours = subprocess.Popen([*command, f"engine.python={fake_vllm}"], stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: records.every() and records.members(records.every()[0].nonce))
+    wait_for(lambda: records.every() and records.members(records.every()[0]))
     (record,) = records.every()
     ours.send_signal(signal.SIGINT)
     _, said = ours.communicate(timeout=60)
     assert ours.returncode == 130 and "interrupted" in said
-    assert records.members(record.nonce) == [] and records.every() == []
+    assert records.members(record) == [] and records.every() == []
 
 
 def test_a_server_that_ended_by_itself_is_forgotten(finished, fake_vllm):
     record = serve.serve(*opened(finished, fake_vllm), baseline=False, port=None, ready_s=60)
-    (process,) = records.members(record.nonce)
+    (process,) = records.members(record)
     process.kill()
-    wait_for(lambda: not records.members(record.nonce))
+    wait_for(lambda: not records.members(record))
     assert records.sweep() == [] and records.every() == []
 
 

@@ -109,6 +109,8 @@ def start(launch: Launch, ready_s: float = READY_S) -> Record:
                 launch.argv, env={**os.environ, **launch.env, records.MARK: launch.nonce}, stdin=subprocess.DEVNULL,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+        record = replace(record, session=process.pid)  # start_new_session: its pid is the session's id
+        records.write(record)
         _wait(launch, process, ready_s)
     except BaseException as e:
         records.stop(record, grace_s=2.0)

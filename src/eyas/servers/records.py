@@ -3,7 +3,9 @@
     $XDG_STATE_HOME/eyas/servers/NAME.json      default ~/.local/state
 
 A record is written before its server is started, so that a killed eyas leaves no server without one. A process is ours iff its
-environment holds EYAS_SERVER=nonce: ports, names and process ids are reused by others, a nonce is not.
+environment holds EYAS_SERVER=nonce: ports, names and process ids are reused by others, a nonce is not. Engines overwrite the
+environment of their workers with a title (VLLM::Worker): such a process, which shows no environment at all, is ours iff it is
+in the session that the server was started in.
 """
 
 import json
@@ -32,9 +34,8 @@ class Record:
     command: list[str]
     engine: str
     started: float  # seconds since the epoch
-    owner: (
-        list[float] | None
-    )  # (pid, its start time) of the eyas that will stop it; None: it stays until `eyas stop`
+    owner: list[float] | None  # (pid, start time) of the eyas that will stop it; None: until `eyas stop`
+    session: int | None = None  # session id of the server, once it is started
 
 
 def folder() -> Path:
@@ -71,31 +72,39 @@ def named(name: str) -> Record:
     raise UsageError(f'no server "{name}" of eyas; there is: {names}')
 
 
-def members(nonce: str) -> list[psutil.Process]:
-    """Every living process that carries the nonce."""
+def members(record: Record) -> list[psutil.Process]:
+    """Every living process of a server."""
     out = []
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == nonce:
+            if process.status() != psutil.STATUS_ZOMBIE and _is_of(process, record):
                 out.append(process)
         except (psutil.Error, OSError):
             continue  # another user's, or gone
     return out
 
 
+def _is_of(process: psutil.Process, record: Record) -> bool:
+    environment = process.environ()
+    if environment.get(MARK) == record.nonce:
+        return True
+    overwritten = MARK not in environment and "PATH" not in environment
+    return overwritten and record.session is not None and os.getsid(process.pid) == record.session
+
+
 def stop(record: Record, grace_s: float = GRACE_S) -> int:
     """Stop all processes of a server, first politely; returns how many there were. Its record goes last."""
-    found = members(record.nonce)
+    found = members(record)
     _signal(found, polite=True)
     deadline = time.monotonic() + grace_s
-    left = members(record.nonce)
+    left = members(record)
     while left and time.monotonic() < deadline:
         time.sleep(0.1)
-        left = members(record.nonce)
+        left = members(record)
     while left:
         _signal(left, polite=False)
         time.sleep(0.1)
-        left = members(record.nonce)
+        left = members(record)
     (folder() / f"{record.name}.json").unlink(missing_ok=True)
     return len(found)
 
@@ -125,14 +134,14 @@ def sweep() -> list[Record]:
         if record.owner and not alive(record.owner):
             if stop(record):
                 stopped.append(record)
-        elif not record.owner and not members(record.nonce):
+        elif not record.owner and not members(record):
             (folder() / f"{record.name}.json").unlink(missing_ok=True)
     return stopped
 
 
 def shown(record: Record) -> dict[str, Any]:
     """What `eyas ps` says of a server."""
-    processes = members(record.nonce)
+    processes = members(record)
     memory = 0
     for p in processes:
         try:
