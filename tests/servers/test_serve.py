@@ -197,8 +197,22 @@ def test_a_gpu_that_others_hold_is_refused_with_what_would_fit():
         host.refuse_taken_gpus([free, taken], [])
 
 
+@pytest.mark.parametrize("args", [["--gpu-memory-utilization"], ["--gpu-memory-utilization=much"]])
+def test_a_share_that_is_no_number_is_refused(args):
+    with pytest.raises(UsageError, match="--gpu-memory-utilization is .* must be a positive number"):
+        host.refuse_taken_gpus([], args)
+
+
+def test_a_program_that_is_not_there_is_named_and_leaves_no_record(finished, fake_vllm):
+    resolved, rundir = opened(finished, fake_vllm, "engine.command=[/no/docker, run]")
+    made, _ = serve.plan(resolved, rundir, False, None)
+    with pytest.raises(SurroundingsError, match="cannot start /no/docker"):
+        launch.start(made, ready_s=3)
+    assert records.every() == []
+
+
 def test_too_little_memory_is_refused_with_its_parts():
-    with pytest.raises(SurroundingsError, match="weights 1e\\+06 GB|weights 1e\\+03 TB|weights"):
+    with pytest.raises(SurroundingsError, match=r"weights 1e\+03 TB, key/value cache 0 B"):
         host.refuse_small_memory(10**15, 0)
     host.refuse_small_memory(0, 0)
 

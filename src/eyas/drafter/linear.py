@@ -1,7 +1,7 @@
 """Products of a weight with few rows, on a CPU in float32: what decoding one request is made of.
 
 x @ W.T of 2 to 4 rows takes MKL two to three times as long as one row, though it reads the same weights; W @ x.T, the same
-sums, takes as long as one (docs/results/few-rows.md). So verifying k drafts costs little more than a plain step, and the
+sums, takes as long as one (docs/results/few-rows.json). So verifying k drafts costs little more than a plain step, and the
 plain step gains too.
 """
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import psutil
 
-from eyas.errors import SurroundingsError
+from eyas.errors import SurroundingsError, UsageError
 from eyas.progress import size
 
 SHARED_MEMORY_BYTES = 64 * 2**20
@@ -91,5 +91,16 @@ def _share(args: Sequence[str]) -> float:
     for i, word in enumerate(args):
         name, _, value = word.partition("=")
         if name == "--gpu-memory-utilization":
-            return float(value or args[i + 1])
+            return number("engine.args: --gpu-memory-utilization", value or "".join(args[i + 1 : i + 2]))
     return DEFAULT_GPU_SHARE
+
+
+def number(what: str, text: str) -> float:
+    """Raises UsageError where a setting that must be a positive number is not one."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{what} is {text!r}; it must be a positive number")
+    return value

@@ -102,22 +102,28 @@ def start(launch: Launch, ready_s: float = READY_S) -> Record:
         records.me(),
     )  # fmt: skip
     records.write(record)
-    launch.log.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with launch.log.open("wb") as log:
-            process = subprocess.Popen(
-                launch.argv, env={**os.environ, **launch.env, records.MARK: launch.nonce}, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+        process = _begin(launch)
         record = replace(record, session=process.pid)  # start_new_session: its pid is the session's id
         records.write(record)
         _wait(launch, process, ready_s)
-    except BaseException as e:
+    except BaseException:
         records.stop(record, grace_s=2.0)
-        if isinstance(e, OSError):
-            raise SurroundingsError(f"cannot start {launch.argv[0]}: {e.strerror}") from e
         raise
     return record
+
+
+def _begin(launch: Launch) -> subprocess.Popen:
+    """Raises SurroundingsError where the program or the log cannot be opened."""
+    try:
+        launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with launch.log.open("wb") as log:
+            return subprocess.Popen(
+                launch.argv, env={**os.environ, **launch.env, records.MARK: launch.nonce}, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+    except OSError as e:
+        raise SurroundingsError(f"cannot start {launch.argv[0]}: {e.strerror} ({e.filename})") from e
 
 
 def keep(record: Record) -> Record:

@@ -102,8 +102,8 @@ def preflight(made: Launch, engine: Installed, resolved: Resolved) -> None:
         return
     weights = sum(p.stat().st_size for p in set(resolved.target.files.values()))
     wider = resolved.dtype == "float32" and resolved.target.config.get("dtype") == "bfloat16"
-    cache = int(made.env.get("VLLM_CPU_KVCACHE_SPACE", vllm.CPU_CACHE_GIB)) * 2**30
-    host.refuse_small_memory(weights * (2 if wider else 1), cache)
+    cache_gib = host.number("engine.env: VLLM_CPU_KVCACHE_SPACE", made.env["VLLM_CPU_KVCACHE_SPACE"])
+    host.refuse_small_memory(weights * (2 if wider else 1), round(cache_gib * 2**30))
 
 
 def serve(
