@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from eyas.errors import StaleError, SurroundingsError, UsageError
 
-FORMAT = 1
+FORMAT = 2  # 2: train names its parent, conversations their prompt keys
 TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")  # as tempfile names them, with our prefix
 
 
@@ -121,13 +121,19 @@ class RunDir:
         return self.root / name
 
     def manifest(self, stage: str) -> dict[str, Any]:
-        """The manifest of a finished stage. Raises UsageError when the stage has not finished."""
+        """The manifest of a finished stage. Raises UsageError when it has not finished, or another version wrote it."""
         path = self.root / OUTPUTS[stage].manifest
         if not path.is_file():
             raise UsageError(
                 f'{self.root}: stage "{stage}" has not finished. Run "eyas {stage} {self.root}" first.'
             )
-        return read_json(path)
+        manifest = read_json(path)
+        if manifest.get("format") != FORMAT:
+            raise UsageError(
+                f"{path} was written by another version of eyas (format {manifest.get('format')}, this one has {FORMAT}). "
+                f"Begin anew with --from plan, or choose another --run folder."
+            )
+        return manifest
 
     def finished(self, stage: str) -> bool:
         return (self.root / OUTPUTS[stage].manifest).is_file()

@@ -1,6 +1,7 @@
 """The whole life on a tiny target, and what happens when it is broken, changed or killed."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +117,20 @@ def test_a_batch_is_smaller_where_its_cache_would_not_fit(recipe_file, finished,
     assert max(sizes) < 6 and len(parts) > len(conversations.parts(finished[1] / "conversations"))
     key = {r.row_id: r.completion_ids for r in conversations.read(finished[1] / "conversations")}
     assert {r.row_id: r.completion_ids for r in conversations.read(folder / "conversations")} == key
+
+
+def test_a_run_of_another_version_is_refused_and_can_begin_anew(recipe_file, finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[1], folder)
+    for name in ("plan.json", "train/manifest.json"):
+        old = read_json(folder / name) | {"format": 1}
+        (folder / name).write_text(json.dumps(old))
+    with pytest.raises(
+        UsageError, match=r"another version of eyas \(format 1, this one has 2\).*--from plan"
+    ):
+        pipeline.run(str(recipe_file), (), str(folder))
+    pipeline.run(str(recipe_file), (), str(folder), "plan", "generate")
+    assert RunDir(folder).manifest("plan")["format"] == 2
 
 
 def test_a_changed_prompt_file_makes_its_answers_stale(recipe_file, tmp_path, prompt_file):
