@@ -48,7 +48,7 @@ def test_two_rows_keep_their_own_positions():
     assert batch.key_pos_K.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
     assert batch.query_key_M.tolist() == [2, 3, 4, 9]
     assert batch.queries == 3 and batch.grid_M.tolist() == [0, 1, 2, 3]
-    assert batch.key_grid_BJ.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert batch.keys == 5 and batch.key_grid_K.tolist() == [*range(10)]
     assert [x.tolist() for x in batch.live] == [[0, 1, 2, 3], [0, 1], [0]]
     assert [x.tolist() for x in batch.stays] == [[0, 1, 2, 3], [0, 1], [0]]
     assert batch.first_B.tolist() == [2, 4]

@@ -32,7 +32,7 @@ MAX_STEPS = 16
 
 @dataclass(frozen=True)
 class Batch:
-    """Flat tensors on one device, and the places in the padded grids that attention uses. Padding points one past the end."""
+    """Flat tensors on one device, and the places in the padded grids that attention uses."""
 
     key_token_K: Tensor  # x[t+1] of each key
     key_aux_KLD: Tensor  # g[t] of each key
@@ -43,7 +43,7 @@ class Batch:
     last_MD: Tensor  # y[t+1], before the final norm
     top1_M: Tensor  # the target's argmax after position t+1
     grid_M: Tensor  # place of m in the flattened query grid [B*Q]
-    key_grid_BJ: Tensor  # key index, or K for padding
+    key_grid_K: Tensor  # place of a key in the flattened key grid [B*J]
     first_B: Tensor  # key number (in its row) of a row's first live position: s - 1
     live: tuple[
         Tensor, ...
@@ -51,6 +51,7 @@ class Batch:
     stays: tuple[Tensor, ...]  # [k]: where in live[k-1] those of live[k] stand
     steps: int  # how many draft steps `live` was made for
     queries: int  # Q
+    keys: int  # J
     row_starts: tuple[int, ...]  # first m of each row, and M
 
     @property
@@ -77,8 +78,7 @@ def pack(rows: Sequence[RowStates], device: torch.device | str = "cpu", steps: i
     row_K, place_K = _enumerate(keys_B)
     row_M, place_M = _enumerate(lives_B)
     key0_B = keys_B.cumsum(0) - keys_B
-    queries = int(lives_B.max())
-    columns_J = torch.arange(int(keys_B.max()))
+    queries, keys = int(lives_B.max()), int(keys_B.max())
     steps_M = lives_B[row_M] - place_M
     live, stays = [torch.arange(len(row_M))], [torch.arange(len(row_M))]
     for k in range(1, min(steps, queries)):
@@ -92,7 +92,7 @@ def pack(rows: Sequence[RowStates], device: torch.device | str = "cpu", steps: i
         "truth_M": torch.cat([r.ids_T[r.start + 1 :] for r in rows]).long(),
         "top1_M": torch.cat([r.top1_T[r.start : -1] for r in rows]).long(),
         "grid_M": row_M * queries + place_M,
-        "key_grid_BJ": torch.where(columns_J < keys_B[:, None], key0_B[:, None] + columns_J, len(row_K)),
+        "key_grid_K": row_K * keys + place_K,
         "first_B": start_B - 1,
         **{f"live {k}": x for k, x in enumerate(live)},
         **{f"stays {k}": x for k, x in enumerate(stays)},
@@ -106,6 +106,7 @@ def pack(rows: Sequence[RowStates], device: torch.device | str = "cpu", steps: i
         last_MD=_move_one(torch.cat([r.last_TD[r.start : -1] for r in rows]), torch.device(device)),
         steps=steps,
         queries=queries,
+        keys=keys,
         row_starts=tuple([0, *lives_B.cumsum(0).tolist()]),
     )
 

@@ -144,38 +144,41 @@ def unroll(
     embed = lambda ids: F.embedding(ids, embedding_VD).to(dtype)  # noqa: E731
     x, residual = drafter.mix(embed(batch.key_token_K), drafter.fuse(batch.key_aux_KLD.to(dtype)))
     key_K, value_K = drafter.key_value(x, drafter.rotation(batch.key_pos_K))
-    key = _pad(key_K, batch.key_grid_BJ)
-    value = _pad(value_K, batch.key_grid_BJ)
-    mask = visible(batch.key_grid_BJ.shape[1], batch.queries, batch.first_B)
+    count = len(batch.first_B)
+    key = _spread(key_K, batch.key_grid_K, count, batch.keys)
+    value = _spread(value_K, batch.key_grid_K, count, batch.keys)
+    mask = visible(batch.keys, batch.queries, batch.first_B)
     pos_M = batch.key_pos_K[batch.query_key_M]
-    x, residual = x[batch.query_key_M], residual[batch.query_key_M]
+    x, residual = _take(x, batch.query_key_M), _take(residual, batch.query_key_M)
     turn = drafter.rotation(pos_M)
     own: list[tuple[Tensor, Tensor]] = []
     chosen: Tensor | None = None
     h = x
     for k, (live, stays) in enumerate(zip(batch.live[:steps], batch.stays[:steps], strict=True)):
+        place = batch.grid_M[live]
         if k:
-            h = drafter.fed_back(h[stays])
+            h = drafter.fed_back(_take(h, stays))
             token = batch.token_M[live + k] if chosen is None else chosen[stays]
             x, residual = drafter.mix(embed(token), h)
             turn = drafter.rotation(pos_M[live] + k)
             own_k, own_v = drafter.key_value(x, turn)
-            own.append((_spread(own_k, live, batch), _spread(own_v, live, batch)))
-        query = _spread(drafter.query(x, turn), live, batch)
+            own.append(
+                (_spread(own_k, place, count, batch.queries), _spread(own_v, place, count, batch.queries))
+            )
+        query = _spread(drafter.query(x, turn), place, count, batch.queries)
         attended = ttt_attention(query, key, value, own, mask)
-        h = drafter.finish(attended.flatten(0, 1)[batch.grid_M[live]], residual)
+        h = drafter.finish(_take(attended.flatten(0, 1), place), residual)
         step = Step(k, live, h)
         yield step
         chosen = choose(step) if choose else None
 
 
-def _pad(flat_KNE: Tensor, grid_BJ: Tensor) -> Tensor:
-    """Flat rows to the padded grid; padding reads a row of zeros."""
-    return torch.cat([flat_KNE, flat_KNE.new_zeros(1, *flat_KNE.shape[1:])])[grid_BJ]
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] whose gradient is added row by row (that of x[index] sorts the index first, which costs a GPU far more)."""
+    return x.index_select(0, index)
 
 
-def _spread(flat: Tensor, live: Tensor, batch: Batch) -> Tensor:
-    """Values of the live positions to the padded query grid [B, Q, …]; zeros elsewhere."""
-    b, q = len(batch.first_B), batch.queries
-    out = flat.new_zeros(b * q, *flat.shape[1:])
-    return out.index_copy(0, batch.grid_M[live], flat).view(b, q, *flat.shape[1:])
+def _spread(flat: Tensor, place: Tensor, rows: int, columns: int) -> Tensor:
+    """Values to their places of a padded grid [rows, columns, …]; zeros elsewhere."""
+    out = flat.new_zeros(rows * columns, *flat.shape[1:])
+    return out.index_copy(0, place, flat).view(rows, columns, *flat.shape[1:])
