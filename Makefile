@@ -1,10 +1,10 @@
-# setup demo test lint format bench, and for vLLM engine-vllm test-engines: each works on a fresh machine with Python 3.11 to 3.13.
+# setup demo test lint format bench, and for vLLM engine-vllm demo-vllm test-engines: each works on a fresh machine with Python 3.11 to 3.13.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint format bench engine-vllm test-engines clean
+.PHONY: setup demo test lint format bench engine-vllm demo-vllm test-engines clean
 
 setup: $(READY)
 
@@ -25,6 +25,10 @@ test: setup
 
 engine-vllm: setup
 	@$(BIN)/eyas engine setup vllm --python $(BIN)/python
+
+demo-vllm: engine-vllm
+	@$(BIN)/eyas fetch smollm2-135m
+	@$(BIN)/eyas run smollm2-135m-vllm
 
 test-engines: engine-vllm
 	@$(BIN)/eyas fetch smollm2-135m

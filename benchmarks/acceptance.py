@@ -24,7 +24,7 @@ from eyas.drafter import dialects, replay
 from eyas.engines.hf import HFEngine, choose_device, choose_dtype
 from eyas.generate import prompts as prompt_files
 from eyas.pipeline import machine
-from eyas.recipe import PromptsSection
+from eyas.schema import PromptsSection
 from eyas.stores.states import RowStates
 
 DEPTH = 5

@@ -11,8 +11,8 @@ from eyas import contract, recipe
 from eyas import target as targets
 from eyas.errors import EyasError
 from eyas.generate import prompts
-from eyas.recipe import PromptsSection
 from eyas.rundir import file_hash
+from eyas.schema import PromptsSection
 from eyas.stores import conversations, states
 from eyas.stores.conversations import Row
 from tests.conftest import random_row

@@ -21,6 +21,7 @@ LAYERS = [
     {"stores"},
     {"drafter"},
     {"engines"},
+    {"schema"},
     {"recipe", "rundir"},
     {"servers"},
     {"fetch", *STAGES},
@@ -67,7 +68,8 @@ def test_help_loads_no_heavy_library():
 COMMON = ["--json", "--run", "--set", "recipe"]
 FROZEN = {
     "run": [*COMMON, "--from", "--until"],
-    **{name: COMMON for name in ("plan", "generate", "extract", "train", "bench", "verdict", "report")},
+    **{name: COMMON for name in ("plan", "generate", "extract", "train", "verdict", "report")},
+    "bench": [*COMMON, "--url", "--baseline"],
     "check": [*COMMON, "--target"],
     "fetch": ["name", "--models", "--json"],
     "status": COMMON,

@@ -19,7 +19,6 @@ STAGE_HELP = {
     "generate": "Prompts to conversations, answered by the target itself.",
     "extract": "Conversations to hidden states of the target.",
     "train": "States to a drafter, with replayed acceptance per epoch.",
-    "bench": "Baseline against drafter, paired, with intervals.",
     "report": "All of a run on one page.",
 }
 
@@ -108,12 +107,43 @@ def check(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool,
 
 
 @eyas.command()
-@common
-def verdict(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool) -> None:
-    """Ship it or not, at which k, and why. Exit 1 when the verdict is no."""
+@click.argument("recipe", metavar="[RECIPE|RUN]", required=False)
+@click.option(
+    "--url", metavar="U", help="A running server with the drafter, instead of a recipe's own engine."
+)
+@click.option("--baseline", metavar="U", help="A running server of the same target without it.")
+@click.option("--set", "sets", multiple=True, metavar="A.B=C", help="Change a recipe key; may be repeated.")
+@click.option("--run", "folder", metavar="DIR", help="Run folder (default: runs/NAME; with --url a new one).")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+def bench(
+    recipe: str | None,
+    url: str | None,
+    baseline: str | None,
+    sets: tuple[str, ...],
+    folder: str | None,
+    as_json: bool,
+) -> None:
+    """Baseline against drafter, paired, with intervals: in a run's engine, or on running servers (--url)."""
     from eyas import pipeline
 
-    result = pipeline.run_one("verdict", recipe, sets, folder)
+    if url:
+        emit(pipeline.bench_url(url, baseline, recipe, sets, folder), as_json)
+    elif recipe and not baseline:
+        emit(pipeline.run_one("bench", recipe, sets, folder), as_json)
+    else:
+        raise click.UsageError("name a RECIPE or RUN, or a running server with --url (and its --baseline)")
+
+
+@eyas.command()
+@common
+def verdict(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool) -> None:
+    """Ship it or not, at which loads and k, and why; of a run, or of a bench.json. Exit 1 when the verdict is no."""
+    from eyas import pipeline
+
+    if Path(recipe).is_file() and Path(recipe).suffix == ".json":
+        result = pipeline.judge_file(Path(recipe), sets)
+    else:
+        result = pipeline.run_one("verdict", recipe, sets, folder)
     emit(result, as_json)
     if not as_json:
         click.echo(result["sentence"])

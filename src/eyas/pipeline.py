@@ -35,16 +35,25 @@ class Stage(NamedTuple):
 
 
 STAGES = (
-    Stage("plan", (), ("target.facts", "prompts", "generate", "extract", "train", "bench"), costly=False),
-    Stage("generate", (), ("prompts", "generate"), costly=True),
+    Stage(
+        "plan",
+        (),
+        ("target.facts", "engine.name", "prompts", "generate", "extract", "train", "bench"),
+        costly=False,
+    ),
+    Stage("generate", (), ("engine.name", "prompts", "generate"), costly=True),
     Stage("extract", ("generate",), ("extract",), costly=True),
     Stage("train", ("generate", "extract"), ("train",), costly=True),
     Stage("check", ("train",), (), costly=False),
-    Stage("bench", ("generate", "extract", "train"), ("bench", "verdict.confidence"), costly=True),
+    Stage(
+        "bench",
+        ("generate", "extract", "train"),
+        ("engine.name", "engine.args", "engine.env", "bench", "verdict.confidence"),
+        costly=True,
+    ),
     Stage("verdict", ("train", "bench"), ("verdict",), costly=False),
     Stage("report", (), (), costly=False),
 )
-EMBEDDED = ("plan", "generate", "extract", "bench")  # measured or run by engines/hf.py alone
 OUT_OF_MEMORY = "can't allocate memory"  # PyTorch's words on the CPU
 MEMORY_KNOB = {
     "generate": "Lower generate.concurrency or generate.max_tokens.",
@@ -245,11 +254,6 @@ def work(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     elif stage.name != "report" and rundir.finished(stage.name):
         say(f"{stage.name}: done already")
         return rundir.manifest(stage.name)
-    if resolved.recipe.engine.name != "hf" and stage.name in EMBEDDED:
-        raise UsageError(
-            f"{stage.name}: runs in the embedded engine in this version, and engine.name is {resolved.recipe.engine.name}, which "
-            "can be served (eyas serve). Set engine.name to hf."
-        )
     say(f"{stage.name}: {'resuming' if rundir.started(stage.name) and stage.costly else 'starting'}")
     rundir.update_record(stage.name, inputs=inputs, state="running")
     began = time.monotonic()
@@ -326,3 +330,66 @@ def run_one(name: str, word: str, sets: tuple[str, ...], folder: str | None) -> 
             if differences and rundir.finished(needed):
                 rundir.refuse_stale(needed, differences)
         return work(BY_NAME[name], resolved, rundir)
+
+
+def _served_recipe(word: str | None, sets: tuple[str, ...]) -> Recipe:
+    """The recipe whose bench, prompts and verdict sections a measurement of running servers takes; defaults without one."""
+    if word:
+        return recipe.read(recipe.find(word), (*sets, "engine.name=vllm"))[0]
+    default = {
+        "name": "bench",
+        "target": {"model": "none"},
+        "engine": {"name": "vllm"},
+        "bench": {"limit": 24},
+    }
+    return recipe.build(default, "--set", sets)[0]
+
+
+def bench_url(
+    url: str, baseline: str | None, word: str | None, sets: tuple[str, ...], folder: str | None
+) -> dict[str, Any]:
+    """Measure servers that run already; leaves bench.json and its rows in a folder of its own."""
+    from eyas.bench import remote
+    from eyas.generate import prompts
+    from eyas.stores import conversations
+
+    for name, value in (("--url", url), ("--baseline", baseline)):
+        if value and not value.startswith(("http://", "https://")):
+            raise UsageError(f"{name} {value}: write it as http://host:port")
+    options = _served_recipe(word, sets)
+    rundir = RunDir(Path(folder) if folder else Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S"))
+    known = prompts.read(options.prompts)[0]
+    with rundir.lock(), interrupt.patient(), surroundings("bench"):
+        _refuse_other_servers(rundir, [url, baseline])
+        chosen = conversations.spread(known, options.bench.limit, lambda p: p.domain)
+        return remote.run(url, baseline, chosen, options, rundir)
+
+
+def _refuse_other_servers(rundir: RunDir, servers: list[str | None]) -> None:
+    """Raises UsageError where a folder holds a measurement of other servers, or a run."""
+    path = rundir / "servers.json"
+    if (rundir / "recipe.yaml").is_file():
+        raise UsageError(
+            f"{rundir.root} is a run's folder; give a measurement of running servers one of its own with --run."
+        )
+    if path.is_file() and read_json(path) != servers:
+        raise UsageError(
+            f"{rundir.root} holds a measurement of other servers; choose another folder with --run."
+        )
+    write_json(path, servers)
+
+
+def judge_file(path: Path, sets: tuple[str, ...]) -> dict[str, Any]:
+    """The verdict on a bench.json, whoever measured it; written beside it."""
+    from eyas.verdict import stage
+
+    bench = read_json(path)
+    if (
+        not isinstance(bench, dict)
+        or not {"cells", "engine", "concurrency", "dtype", "device"} <= bench.keys()
+    ):
+        raise UsageError(f"{path} is not a bench.json of eyas")
+    body = stage.decide(bench, _served_recipe(None, sets).verdict, None)
+    stage.show(body)
+    write_json(path.with_name("verdict.json"), body)
+    return body

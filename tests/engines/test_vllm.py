@@ -1,4 +1,4 @@
-"""A real vLLM (make engine-vllm) serves the real small target with the drafter that ships: one start, about a minute."""
+"""A real vLLM (make engine-vllm) serves the real small target, with the drafter that ships and without: two starts of a minute."""
 
 import json
 import re
@@ -6,6 +6,7 @@ import shutil
 import urllib.request
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -16,6 +17,7 @@ from eyas.engines.hf import HFEngine
 from eyas.errors import SurroundingsError
 from eyas.recipe import SHIPPED_DRAFTERS
 from eyas.servers import launch, records, serve
+from eyas.stores import conversations
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "models" / "smollm2-135m"
@@ -106,6 +108,47 @@ def test_it_answers_as_the_embedded_engine_does_and_accepts_drafts(run, served):
         f"{served.engine}: {equal} of {len(QUESTIONS)} answers equal; tau {1 + accepted / steps:.3f} over {steps:.0f} steps"
     )
     assert 1.6 < 1 + accepted / steps < 4
+
+
+@pytest.fixture(scope="module")
+def plain(run):
+    record = serve.serve(*run, baseline=True, port=None, ready_s=600)
+    yield record
+    assert records.stop(record) >= 1 and records.members(record) == []
+
+
+def test_generate_asks_a_running_server_and_keeps_its_ids(run, plain, tmp_path):
+    """Sampled and greedy answers, second turns with their history; greedy ids are the embedded engine's."""
+    lines = [{"turns": [q, "Say it in one sentence."], "id": f"q{i}"} for i, q in enumerate(QUESTIONS)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    sets = (
+        f"engine.url={plain.url}", f"prompts.sources=[{{path: {tmp_path}/prompts.jsonl}}]", "prompts.held_out=0.5",
+        "generate.max_tokens=24",
+    )  # fmt: skip
+    made = pipeline.run(str(run[1].root), sets, str(tmp_path / "run"), first="generate", last="generate")[
+        "generate"
+    ]
+    assert made["read_otherwise"] == 0 and sum(made["rows"].values()) == 2 * len(QUESTIONS)
+    engine = HFEngine(run[0].target, "float32", "cpu", run[0].aux_layers)
+    held_out = list(conversations.read(tmp_path / "run" / "conversations", "held_out"))
+    for row in held_out:
+        assert row.completion_ids[:4] == decode.decode(engine, None, None, row.prompt_ids, 0, 24).ids[:4]
+
+
+def test_the_two_are_measured_under_load(served, plain, tmp_path):
+    sets = ("bench.limit=4", "bench.max_tokens=32", "bench.rounds=1", "bench.concurrency=[1, 4]")
+    body = pipeline.bench_url(served.url, plain.url, None, sets, str(tmp_path / "b"))
+    assert [(c["concurrency"], c["k"]) for c in body["cells"]] == [(1, 3), (4, 3)]
+    for cell in body["cells"]:
+        assert cell["refused"] is None and cell["tau_from"] == "counters"
+        assert cell["cached_share"] == 0 and cell["foreign_share"] == {"baseline": 0, "drafter": 0}
+        assert 1.6 < cell["tau"]["value"] < 4 and cell["outputs"]["fault"] == 0
+        kinds = {name: found["kind"] for name, found in cell["probes"].items()}
+        assert kinds == {"schema": "right", "tool": "refused", "long": "right"}
+    requests = pq.read_table(tmp_path / "b" / "bench" / "requests.parquet").to_pylist()
+    drafted = [r for r in requests if r["k"] == 3 and r["concurrency"] == 1]
+    stream = 1 + sum(sum(r["accepted_at"]) for r in drafted) / sum(r["steps"] for r in drafted)
+    assert stream == pytest.approx(body["cells"][0]["tau"]["value"], rel=0.08)
 
 
 def test_its_port_is_refused_to_another_and_it_is_not_taken_for_one(run, served):

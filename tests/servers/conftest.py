@@ -1,46 +1,17 @@
 """A vLLM that misbehaves on purpose: a package of that name whose server answers, dies, hangs or lies, as FAKE says."""
 
+import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from eyas.servers import records
-
-SERVER = """
-import argparse, json, os, signal, subprocess, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--host"); parser.add_argument("--port", type=int); parser.add_argument("--served-model-name", nargs="+")
-a, _ = parser.parse_known_args()
-kind = os.environ.get("FAKE", "ok")
-print("INFO Starting to load model x", flush=True)
-if kind == "dies":
-    print("ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB", flush=True)
-    sys.exit(1)
-if kind == "mumbles":
-    print("something nobody has seen before", flush=True)
-    sys.exit(3)
-if kind == "silent":
-    time.sleep(600)
-if kind == "stubborn":  # a worker that ignores SIGTERM, as a hung one does
-    subprocess.Popen([sys.executable, "-c", "import signal,time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
-if kind == "titled":
-    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], env={})
-names = ["another"] if kind == "stranger" else a.served_model_name
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        body = json.dumps({"data": [{"id": n} for n in names]}).encode()
-        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
-    def log_message(self, *_): pass
-
-print("INFO Application startup complete", flush=True)
-ThreadingHTTPServer((a.host, a.port), Handler).serve_forever()
-"""
+from eyas.servers import launch, records
 
 
 @pytest.fixture
@@ -51,7 +22,7 @@ def fake_vllm(tmp_path, monkeypatch):
     package.mkdir(parents=True)
     for folder in (package, package.parent, package.parent.parent):
         (folder / "__init__.py").touch()
-    (package / "api_server.py").write_text(SERVER)
+    shutil.copy(Path(__file__).with_name("fake_server.py"), package / "api_server.py")
     info = root / "vllm-0.32.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
@@ -76,6 +47,34 @@ def decoy():
     assert process.poll() is None, "somebody else's process was stopped"
     process.kill()
     process.wait()
+
+
+@pytest.fixture
+def running(fake_vllm, tmp_path):
+    """Starts fake servers that are nobody's, and returns their addresses: running(k=3, FAKE="crawls")."""
+    started = []
+
+    def start(k=0, name="m", **env):
+        port = launch.free_port("127.0.0.1")
+        drafting = (
+            ["--speculative-config", json.dumps({"num_speculative_tokens": k, "model": "x"})] if k else []
+        )
+        words = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *words, "--served-model-name", name, *drafting],
+                env={**os.environ, **env},
+                stdout=subprocess.DEVNULL,
+            )
+        )
+        url = f"http://127.0.0.1:{port}"
+        wait_for(lambda: launch.answers(url), 30)
+        return url
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def wait_for(condition, seconds=120):

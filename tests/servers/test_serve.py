@@ -181,11 +181,6 @@ def test_what_cannot_be_served_says_why(finished, fake_vllm, recipe_file, tmp_pa
         records.named("nobody")
 
 
-def test_stages_that_run_embedded_refuse_another_engine(recipe_file, tmp_path):
-    with pytest.raises(UsageError, match="runs in the embedded engine in this version"):
-        pipeline.run(str(recipe_file), VLLM, str(tmp_path / "run"), None, "plan")
-
-
 def test_a_gpu_that_others_hold_is_refused_with_what_would_fit():
     free = host.Gpu(0, 80000, 500, [])
     taken = host.Gpu(1, 80000, 60000, ["process 12: 59000 MiB"])

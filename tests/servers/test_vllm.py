@@ -9,6 +9,7 @@ import pytest
 from eyas.engines import vllm
 from eyas.engines.vllm import Installed, Serving
 from eyas.errors import SurroundingsError
+from eyas.servers import metrics
 
 SERVING = Serving(
     Path("/m"), ("m", "eyas-0"), "127.0.0.1", 8000, "float32", 8192, Path("/d"), 3, args=("--seed", "1")
@@ -71,3 +72,18 @@ def test_the_environment_preloads_what_is_there(tmp_path):
 
     mine = dataclasses.replace(SERVING, env={"VLLM_CPU_KVCACHE_SPACE": "9"})
     assert vllm.environment(CPU, mine)["VLLM_CPU_KVCACHE_SPACE"] == "9"
+
+
+def test_counters_are_summed_over_engines_and_read_by_position():
+    text = """# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="m"} 10.0
+vllm:generation_tokens_total{engine="1",model_name="m"} 5.0
+vllm:spec_decode_num_drafts_total{engine="0"} 4.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 3.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 1.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 1e+01
+"""
+    found = metrics.parse(text, vllm.COUNTERS)
+    assert found.generated == 15 and found.drafts == 4 and found.accepted_at == {0: 4.0, 1: 10.0}
+    assert found.since(found).generated == 0 and found.since(found).accepted_at == {0: 0.0, 1: 0.0}
+    assert metrics.parse("some_other_total 3.0\n", vllm.COUNTERS) is None

@@ -4,8 +4,9 @@ import pytest
 
 from eyas.bench import measure
 from eyas.bench.measure import Request
+from eyas.causes import why_apart
 from eyas.drafter.replay import Interval
-from eyas.recipe import VerdictSection
+from eyas.schema import VerdictSection
 from eyas.verdict.stage import decide
 
 
@@ -53,15 +54,16 @@ def test_each_k_comes_first_in_turn():
 
 
 def bench(*cells):
-    return {"engine": "hf", "concurrency": 1, "dtype": "float32", "device": "cpu", "cells": list(cells)}
+    loads = sorted({c["concurrency"] for c in cells})
+    return {"engine": "hf", "concurrency": loads, "dtype": "float32", "device": "cpu", "cells": list(cells)}
 
 
-def cell(k, s, c, tau, replayed=None, refused=None, fault=0):
+def cell(k, s, c, tau, replayed=None, refused=None, fault=0, load=1, p=None, p_replayed=None):
     def spot(v, spread=0.02):
         return {"value": v, "low": v - spread, "high": v + spread}
 
     return {
-        "k": k, "S": spot(s), "C": spot(c), "tau": spot(tau), "tau_replayed": replayed or tau, "refused": refused,
+        "k": k, "concurrency": load, "p": p, "p_replayed": p_replayed, "S": spot(s), "C": spot(c), "tau": spot(tau), "tau_replayed": replayed or tau, "refused": refused,
         "outputs": {"equal": 5, "near_tie": 0, "fault": fault},
     }  # fmt: skip
 
@@ -90,6 +92,60 @@ def test_a_no_names_what_it_would_need():
 def test_served_below_replayed_is_said():
     v = decide(bench(cell(1, 0.9, 1.2, 1.08, replayed=1.6)), VerdictSection(), FACTS)
     assert any("DISAGREE" in r for r in v["reasons"]) and any("NOT within" in r for r in v["reasons"])
+
+
+def test_it_pays_at_low_load_and_not_at_high():
+    """k=3 at 1, k=1 at 4, nothing at 8: each range with its best k, and why."""
+    cells = [
+        cell(1, 1.2, 1.2, 1.44), cell(3, 1.5, 1.4, 2.1),
+        cell(1, 1.15, 1.25, 1.44, load=4), cell(3, 1.1, 1.9, 2.1, load=4),
+        cell(1, 0.95, 1.5, 1.43, load=8), cell(3, 0.8, 2.6, 2.1, load=8),
+    ]  # fmt: skip
+    v = decide(bench(*cells), VerdictSection(), FACTS)
+    assert v["ship"] and v["k"] == 3 and v["load"] == 1
+    assert [(f["concurrency"], f["k"], f["ship"]) for f in v["loads"]] == [
+        (1, 3, True),
+        (4, 1, True),
+        (8, 1, False),
+    ]
+    for words in (
+        "at concurrency 1 with k=3: 1.50x",
+        "at concurrency 4 with k=1: 1.15x",
+        "not at 8 (best 0.95x",
+    ):
+        assert words in v["sentence"]
+    assert any("1.40 at 1, 1.25 at 4, 1.50 at 8" in r for r in v["reasons"])
+
+
+def test_loads_with_the_same_answer_are_one_range():
+    cells = [cell(2, 1.5, 1.4, 2.1, load=b) for b in (1, 4)] + [cell(2, 0.9, 2.3, 2.1, load=8)]
+    assert (
+        "at concurrency 1 to 4 with k=2: 1.50x" in decide(bench(*cells), VerdictSection(), FACTS)["sentence"]
+    )
+    cells = [cell(2, 0.9, 2.3, 2.1, load=b) for b in (1, 4)]
+    v = decide(bench(*cells), VerdictSection(), FACTS)
+    assert (
+        not v["ship"] and v["sentence"].startswith("NO: do not ship") and "at concurrency 1" in v["sentence"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("served", "outputs", "words"),
+    [
+        ([0.2, 0.1, 0.05], {"equal": 5, "fault": 0}, "loads or feeds the drafter otherwise"),
+        ([0.62, 0.2, 0.05], {"equal": 5, "fault": 0}, "what is fed back differs"),
+        ([0.75, 0.5, 0.35], {"equal": 5, "fault": 0}, "accepts more than the replay"),
+        ([0.59, 0.38, 0.23], {"equal": 5, "fault": 0}, "numerics of another precision"),
+        ([0.3, 0.1, 0.05], {"equal": 1, "fault": 4}, "another target, template or precision"),
+    ],
+)
+def test_the_cause_is_named_where_served_and_replayed_differ(served, outputs, words):
+    replayed = [0.63, 0.41, 0.25]
+    assert words in why_apart(served, replayed, outputs)
+    apart = cell(3, 0.9, 1.2, 1 + sum(served), replayed=1 + sum(replayed), p=served, p_replayed=replayed)
+    apart["outputs"] |= outputs
+    reasons = decide(bench(apart), VerdictSection(), FACTS)["reasons"]
+    assert any(words in r for r in reasons) or abs(sum(served) - sum(replayed)) / (1 + sum(replayed)) < 0.03
 
 
 def test_other_output_is_said():

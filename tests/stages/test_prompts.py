@@ -4,7 +4,7 @@ import pytest
 
 from eyas.errors import UsageError
 from eyas.generate import prompts
-from eyas.recipe import PromptsSection
+from eyas.schema import PromptsSection
 from eyas.stores.conversations import spread
 
 

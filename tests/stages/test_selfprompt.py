@@ -3,11 +3,11 @@ import random
 
 import pytest
 
-from eyas.engines.hf import Answer
 from eyas.errors import UsageError
 from eyas.generate import prompts, selfprompt
+from eyas.generate.answering import Answered
 from eyas.generate.selfprompt import Filter
-from eyas.recipe import PromptsSection
+from eyas.schema import PromptsSection
 from tests.conftest import byte_tokenizer
 
 
@@ -80,11 +80,13 @@ class Writer:
         "What does this mean",
     )
 
-    def generate(self, prompts, max_tokens, temperature, top_p, uniforms, stop_ids):
-        assert set(stop_ids) == {3, 2} and prompts == [[1]] * len(prompts)
+    def write(self, prefix, names, max_tokens, stop_ids):
+        assert set(stop_ids) == {3, 2} and prefix == [1] and len(set(names)) == len(names)
         tok = byte_tokenizer()
         ids = [tok(t, add_special_tokens=False)["input_ids"] for t in self.turns]
-        return [Answer([*i, 2], "stop") for i in ids[:-1]] + [Answer(ids[-1], "length")]
+        return [Answered(prefix, [*i, 2], "stop", "") for i in ids[:-1]] + [
+            Answered(prefix, ids[-1], "length", "")
+        ]
 
 
 def test_turns_are_written_filtered_counted_and_read_again(tmp_path):

@@ -1,11 +1,11 @@
-"""Measuring: the same prompts with k = 0 and with each k, interleaved, in rounds; and the figures of these rows.
+"""The figures of measured answers: speed-up, cost ratio, acceptance, latencies, by k and load.
 
-Row = one answer: round, prompt, k, decode seconds without prefill and first token, tokens, target passes, acceptance.
+Request = one answer: round, prompt, k, load, decode seconds without prefill and first token, tokens, target passes, acceptance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,13 +23,29 @@ class Request:
     finish_reason: str
     steps: int
     accepted_at: list[int]
-    prefill_s: float
-    decode_s: float
+    prefill_s: float  # to the first token
+    decode_s: float  # from the first token to the last
+    concurrency: int = 1
+    began_s: float = 0.0  # since the round began
+    times: tuple[float, ...] = ()  # of each chunk of a stream, since the request
+    tokens: int = 0  # where there are no ids
 
     @property
     def decoded(self) -> int:
         """Tokens that decode_s paid for: all but the first."""
-        return len(self.ids) - 1
+        return (len(self.ids) or self.tokens) - 1
+
+
+class Counted(NamedTuple):
+    """What a server's own counters say of all requests of a cell."""
+
+    drafts: float
+    accepted_at: list[float]  # by draft position
+    foreign: float  # generated tokens that were not ours
+
+    @property
+    def tau(self) -> float:
+        return 1 + sum(self.accepted_at) / self.drafts
 
 
 def order(ks: Sequence[int], turn: int) -> list[int]:
@@ -38,65 +54,133 @@ def order(ks: Sequence[int], turn: int) -> list[int]:
     return [*ks[turn:], *ks[:turn]]
 
 
-def _sums(requests: Sequence[Request], prompts: list[str], k: int) -> dict[str, np.ndarray]:
-    """Per prompt, summed over rounds: seconds, decoded tokens, target passes, accepted drafts."""
-    out = {name: np.zeros(len(prompts)) for name in ("seconds", "tokens", "steps", "accepted")}
+def _sums(requests: Sequence[Request], prompts: list[str]) -> dict[str, np.ndarray]:
+    """Per prompt, summed over rounds: answers, seconds of decoding, of waiting for the first token, decoded tokens, target
+    passes, accepted drafts."""
+    names = ("answers", "seconds", "first", "tokens", "steps", "accepted")
+    out = {name: np.zeros(len(prompts)) for name in names}
     place = {p: i for i, p in enumerate(prompts)}
     for r in requests:
-        if r.k == k:
-            i = place[r.prompt]
-            out["seconds"][i] += r.decode_s
-            out["tokens"][i] += r.decoded
-            out["steps"][i] += r.steps
-            out["accepted"][i] += sum(r.accepted_at)
+        values = (1, r.decode_s, r.prefill_s, r.decoded, r.steps, sum(r.accepted_at))
+        for name, value in zip(names, values, strict=True):
+            out[name][place[r.prompt]] += value
     return out
 
 
-def cells(requests: Sequence[Request], confidence: float) -> list[dict[str, Any]]:
-    """One record per k > 0: speed-up S, cost ratio C, acceptance length tau and p_i, with bootstrap intervals over prompts.
+Sums = dict[str, np.ndarray]
+FIGURES: dict[str, Callable[[np.ndarray, Sums, Sums], float]] = {
+    "S": lambda w, b, m: _rate(w, m, "tokens", "seconds") / _rate(w, b, "tokens", "seconds"),
+    "S_answer": lambda w, b, m: _whole(w, m) / _whole(w, b),
+    "C": lambda w, b, m: _rate(w, m, "seconds", "steps") / _rate(w, b, "seconds", "steps"),
+    "tau": lambda w, b, m: 1 + _rate(w, m, "accepted", "steps"),
+    "ttft_s": lambda w, b, m: _rate(w, m, "first", "answers"),
+    "tpot_s": lambda w, b, m: _rate(w, m, "seconds", "tokens"),
+}
+PLAIN = ("ttft_s", "tpot_s")
 
-    S = time per token at k = 0 over time per token at k. C = time per target pass at k over that at k = 0.
+
+def _rate(w: np.ndarray, sums: Sums, above: str, below: str) -> float:
+    return float((w * sums[above]).sum() / (w * sums[below]).sum())
+
+
+def _whole(w: np.ndarray, sums: Sums) -> float:
+    """Tokens a second of whole answers, the wait for the first token included."""
+    seconds = sums["seconds"] + sums["first"]
+    return float((w * (sums["tokens"] + sums["answers"])).sum() / (w * seconds).sum())
+
+
+def cells(
+    requests: Sequence[Request],
+    confidence: float,
+    walls: Mapping[tuple[int, int], float] | None = None,
+    counted: Mapping[tuple[int, int], Counted] | None = None,
+) -> list[dict[str, Any]]:
+    """One record per load and k > 0, with bootstrap intervals over prompts.
+
+    S = time per token at k = 0 over time per token at k, after the first token; S_answer: the same of whole answers, their
+    wait for the first token included. C = time per target pass at k over that at k = 0. tau and p_i: from the answers, or from
+    the server's own counters. ttft_s: mean time to the first token; tpot_s: time per output token after it.
+    walls: seconds that all rounds of (load, k) took; counted: what the server counted in them.
     A point estimate of S above tau is refused: one pass cannot give more than tau tokens in less than a plain pass's time.
     """
-    prompts = sorted({r.prompt for r in requests if r.decoded > 0})
-    requests = [r for r in requests if r.prompt in set(prompts)]
-    base = _sums(requests, prompts, 0)
     out = []
-    for k in sorted({r.k for r in requests} - {0}):
-        mine = _sums(requests, prompts, k)
-
-        def speedup(w: np.ndarray, mine: dict[str, np.ndarray] = mine) -> float:
-            plain = (w * base["seconds"]).sum() / (w * base["tokens"]).sum()
-            return float(plain / ((w * mine["seconds"]).sum() / (w * mine["tokens"]).sum()))
-
-        def cost(w: np.ndarray, mine: dict[str, np.ndarray] = mine) -> float:
-            plain = (w * base["seconds"]).sum() / (w * base["steps"]).sum()
-            return float((w * mine["seconds"]).sum() / (w * mine["steps"]).sum() / plain)
-
-        def tau(w: np.ndarray, mine: dict[str, np.ndarray] = mine) -> float:
-            return 1 + float((w * mine["accepted"]).sum() / (w * mine["steps"]).sum())
-
-        figures = {
-            name: bootstrap(len(prompts), f, confidence)
-            for name, f in (("S", speedup), ("C", cost), ("tau", tau))
-        }
-        steps = mine["steps"].sum()
-        accepted = np.sum([r.accepted_at for r in requests if r.k == k], axis=0)
-        out.append(
-            {
-                "k": k,
-                **{name: interval._asdict() for name, interval in figures.items()},
-                "p": [float(a / steps) for a in accepted],
-                "tokens_per_s": float(mine["tokens"].sum() / mine["seconds"].sum()),
-                "refused": refused(figures["S"], figures["tau"]),
-            }
-        )
+    for load in sorted({r.concurrency for r in requests}):
+        here = [r for r in requests if r.concurrency == load and r.decoded > 0]
+        ks = sorted({r.k for r in here} - {0})
+        plain = [r for r in here if r.k == 0]
+        for k in ks:
+            mine = [r for r in here if r.k == k]
+            prompts = sorted({r.prompt for r in plain} & {r.prompt for r in mine})
+            both = [[r for r in side if r.prompt in set(prompts)] for side in (plain, mine)]
+            if prompts:
+                out.append(
+                    _cell(load, k, both, prompts, confidence, walls or {}, (counted or {}).get((load, k)))
+                )
     return out
 
 
-def refused(speedup: Interval, tau: Interval) -> str | None:
+def _cell(
+    load: int,
+    k: int,
+    both: list[list[Request]],
+    prompts: list[str],
+    confidence: float,
+    walls: Mapping[tuple[int, int], float],
+    counted: Counted | None,
+) -> dict[str, Any]:
+    base, mine = (_sums(side, prompts) for side in both)
+    stepped = mine["steps"].sum() > 0
+
+    def interval(name: str, of: Sums) -> Interval:
+        return bootstrap(len(prompts), lambda w: FIGURES[name](w, base, of), confidence)
+
+    figures = {name: interval(name, mine) for name in FIGURES if stepped or name not in ("C", "tau")}
+    p = None
+    if stepped:
+        p = [float(a / mine["steps"].sum()) for a in np.sum([r.accepted_at for r in both[1]], axis=0)]
+    if counted and counted.drafts and not counted.foreign:
+        figures["tau"] = _moved(figures.get("tau"), counted.tau)
+        p = [n / counted.drafts for n in counted.accepted_at]
+    throughput = {
+        name: sum(r.decoded + 1 for r in side) / walls[load, n]
+        for name, side, n in (("baseline", both[0], 0), ("drafter", both[1], k))
+        if walls.get((load, n))
+    }
+    return {
+        "k": k,
+        "concurrency": load,
+        "C": None,
+        "tau": None,
+        **{name: f._asdict() for name, f in figures.items()},
+        "baseline": {name: interval(name, base)._asdict() for name in PLAIN},
+        "p": p,
+        "tokens_per_s": float(mine["tokens"].sum() / mine["seconds"].sum()),
+        "throughput_tokens_per_s": throughput or None,
+        "refused": refused(figures["S"], figures.get("tau")),
+    }
+
+
+def alone(requests: Sequence[Request], confidence: float) -> dict[str, Any]:
+    """ttft_s, tpot_s and tau (None where steps are unknown) of one server's answers, with intervals over prompts."""
+    requests = [r for r in requests if r.decoded > 0]
+    prompts = sorted({r.prompt for r in requests})
+    sums = _sums(requests, prompts)
+    names = (*PLAIN, "tau") if sums["steps"].sum() else PLAIN
+    made = {n: bootstrap(len(prompts), lambda w, n=n: FIGURES[n](w, sums, sums), confidence) for n in names}  # type: ignore[misc]
+    return {"tau": None, **{n: f._asdict() for n, f in made.items()}}
+
+
+def _moved(interval: Interval | None, value: float) -> Interval:
+    """The server's count, with the relative width that resampling the prompts gives."""
+    if interval is None:
+        return Interval(value, value, value)
+    scale = (value - 1) / (interval.value - 1) if interval.value > 1 else 1.0
+    return Interval(value, 1 + (interval.low - 1) * scale, 1 + (interval.high - 1) * scale)
+
+
+def refused(speedup: Interval, tau: Interval | None) -> str | None:
     """Why a measurement cannot be true, or None."""
-    if speedup.value <= tau.value:
+    if tau is None or speedup.value <= tau.value:
         return None
     return (
         f"speed-up {speedup.value:.3f} is above the acceptance length {tau.value:.3f}: a draft-and-verify step cannot be "

@@ -25,6 +25,7 @@ PRELOADED = ("lib/libiomp5.so",)  # relative to the environment
 TCMALLOC = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "/usr/lib64/libtcmalloc_minimal.so.4")
 CPU_CACHE_GIB = 2
 CPU_MAX_LEN, CPU_MAX_REQUESTS = 2048, 16
+FEW_CORES = 2  # where vLLM's habit of keeping one core for its HTTP server costs a third of the speed
 
 
 class Installed(NamedTuple):
@@ -82,8 +83,15 @@ FAULTS = (
     Sign("were not initialized from checkpoint", "weights are missing: run eyas check on the drafter, and look at the target's files"),
     Sign("Cannot find any model weights", "there are no weights in the folder"),
     Sign("unrecognized arguments", "this version does not know one of the arguments: look at engine.args"),
+    Sign("CPU Generator does not use offset", "a request with a seed was read in parts, which this CPU build cannot: send no seed"),
     Sign("No space left on device", "the disk or /dev/shm is full"),
 )  # fmt: skip
+COUNTERS = {
+    "generated": "vllm:generation_tokens_total", "prompts": "vllm:prompt_tokens_total", "finished": "vllm:request_success_total",
+    "cached": "vllm:prefix_cache_hits_total", "drafts": "vllm:spec_decode_num_drafts_total",
+    "drafted": "vllm:spec_decode_num_draft_tokens_total", "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    "accepted_at": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+}  # fmt: skip
 
 
 def own_environment() -> Path:
@@ -161,11 +169,13 @@ def command(engine: Installed, s: Serving) -> list[str]:
 
 
 def environment(engine: Installed, s: Serving) -> dict[str, str]:
-    """What is added to the environment: no hub, no usage report; on a CPU the cache's size and the libraries without which
-    speculation is several times slower."""
+    """What is added to the environment: no hub, no usage report; on a CPU the cache's size, all of two cores, and the libraries
+    without which speculation is several times slower."""
     out = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
     if engine.device == "cpu":
         out["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_CACHE_GIB)
+        if len(os.sched_getaffinity(0)) <= FEW_CORES:
+            out["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
         root = engine.python.parent.parent
         libraries = [p for p in TCMALLOC if Path(p).is_file()][:1]
         libraries += [str(root / p) for p in PRELOADED if (root / p).is_file()]

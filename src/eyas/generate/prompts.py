@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import UsageError
-from eyas.recipe import SHIPPED, PromptsSection
+from eyas.recipe import SHIPPED
+from eyas.schema import PromptsSection
 from eyas.stores.conversations import spread
 
 BUILTIN = SHIPPED / "assets" / "prompts.jsonl"

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eyas import interrupt
-from eyas.drafter.sampling import row_uniforms
-from eyas.engines.hf import HFEngine
 from eyas.errors import UsageError
+from eyas.generate.answering import Answering
 from eyas.generate.prompts import Prompt, is_held_out, normalised
 from eyas.progress import Progress, say
 from eyas.rundir import fingerprint, write_text
@@ -85,7 +84,7 @@ class Filter:
 
 
 def write(
-    engine: HFEngine, tokenizer: Any, folder: Path, count: int, batch: int, held_out: float, target: str
+    engine: Answering, tokenizer: Any, folder: Path, count: int, batch: int, held_out: float, target: str
 ) -> tuple[list[Prompt], dict[str, int]]:
     """`count` user turns as prompts, and how many were dropped for which reason. Resumes after the last batch."""
     around = frame(tokenizer)
@@ -114,16 +113,9 @@ def write(
     return prompts, dict(dropped)
 
 
-def _batch(engine: HFEngine, tokenizer: Any, around: Frame, number: int, batch: int, target: str) -> str:
+def _batch(engine: Answering, tokenizer: Any, around: Frame, number: int, batch: int, target: str) -> str:
     names = [fingerprint(["self", target, number, i]) for i in range(batch)]
-    answers = engine.generate(
-        [around.prefix] * batch,
-        MAX_TOKENS,
-        [1.0] * batch,
-        1.0,
-        [row_uniforms(name, MAX_TOKENS) for name in names],
-        stop_ids=(*engine.stop_ids, around.end),
-    )
+    answers = engine.write(around.prefix, names, MAX_TOKENS, (*engine.stop_ids, around.end))
     lines = []
     for answer in answers:
         ended = answer.finish_reason == "stop"

@@ -9,71 +9,52 @@ quarantine.jsonl and manifest.json. Training answers are sampled, held-out ones 
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from eyas import interrupt
-from eyas.drafter.sampling import row_uniforms
-from eyas.engines.hf import HFEngine
 from eyas.errors import UsageError
 from eyas.generate import prompts as prompt_files
 from eyas.generate import selfprompt
+from eyas.generate.answering import Answering, Job, answering
 from eyas.generate.prompts import Prompt, Quarantined
 from eyas.progress import Progress, say
-from eyas.recipe import GenerateSection, Resolved
+from eyas.recipe import Resolved
 from eyas.rundir import RunDir, atomic, file_hash, fingerprint, write_text
+from eyas.schema import GenerateSection
 from eyas.stores import conversations
 from eyas.stores.conversations import Row
-
-CACHE_BYTES = {
-    "cpu": 4 * 2**30,
-    "cuda": 40 * 2**30,
-}  # keys and values of one batch; twice that while it is compacted
-
-
-@dataclass(frozen=True)
-class Job:
-    """One assistant turn to be answered."""
-
-    row_id: str
-    prompt: Prompt
-    turn: int
-    sample: int
-    ids: list[int]
-
-    @property
-    def split(self) -> str:
-        return "held_out" if self.prompt.held_out else "train"
 
 
 def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     """Answer every prompt; returns the manifest. Resumes after the last complete part."""
-    recipe, target = resolved.recipe, resolved.target
-    options = recipe.generate
-    prompts, bad = prompt_files.read(recipe.prompts)
-    tokenizer = target.tokenizer(recipe.target.trust_remote_code)
-    engine = HFEngine(
-        target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code
-    )
+    prompts, bad = prompt_files.read(resolved.recipe.prompts)
+    with answering(resolved, rundir) as engine:
+        return _run(resolved, rundir, engine, prompts, bad)
+
+
+def _run(
+    resolved: Resolved, rundir: RunDir, engine: Answering, prompts: list[Prompt], bad: list[Quarantined]
+) -> dict[str, Any]:
+    recipe, options = resolved.recipe, resolved.recipe.generate
+    tokenizer = resolved.target.tokenizer(recipe.target.trust_remote_code)
     folder = rundir / "conversations"
     written, dropped = _self_prompts(engine, tokenizer, folder, resolved)
     prompts += written
     prompt_files.need_both_sides(prompts, recipe.prompts.held_out)
     turns = max(len(p.turns) for p in prompts)
     total = sum(len(p.turns) * (1 if p.held_out else options.samples) for p in prompts)
-    part = made = 0
+    part = made = otherwise = 0
     seconds = 0.0
-    answers: dict[str, list[int]] = {}
+    answers: dict[str, str] = {}
     with Progress("generate", total, "answers", "tokens") as progress:
         for turn in range(turns):
-            jobs, refused = _jobs(prompts, turn, answers, tokenizer, resolved)
+            jobs, refused = _jobs(prompts, turn, answers, tokenizer, resolved, engine.longest)
             bad += refused
             progress.total -= len(refused)
-            for batch in _batches(jobs, options, resolved):
+            for batch in engine.batches(jobs):
                 interrupt.safe_place()
                 path = folder / f"part-{part:05d}.parquet"
                 part += 1
@@ -83,13 +64,14 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
                     progress.first += len(rows)
                 else:
                     began = time.perf_counter()
-                    rows = _answer(engine, batch, options, target.fingerprint)
+                    rows = _answer(engine, batch, resolved.target.fingerprint)
                     seconds += time.perf_counter() - began
                     with atomic(path) as tmp:
                         conversations.write_part(tmp, rows)
                     made += sum(len(r.completion_ids) for r in rows)
                     progress.add(len(rows), sum(len(r.completion_ids) for r in rows))
-                answers |= {r.row_id: r.completion_ids for r in rows}
+                otherwise += sum(j.ids != r.prompt_ids for j, r in zip(batch, rows, strict=True))
+                answers |= {r.row_id: r.text for r in rows}
     write_text(
         folder / "quarantine.jsonl",
         "".join(json.dumps({"where": q.where, "reason": q.reason}) + "\n" for q in bad),
@@ -98,30 +80,20 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
         say(
             f"  {len(bad)} prompt(s) left out, listed in {folder / 'quarantine.jsonl'}; the first: {bad[0].where}: {bad[0].reason}"
         )
+    if otherwise:
+        say(
+            f"  {otherwise:,} of {total:,} prompts were read by {engine.engine} as other ids than the target's template writes here; "
+            "its own are kept, since they are what it answered"
+        )
     return rundir.finish(
-        "generate", _figures(rundir, len(bad), made, seconds) | {"self_prompts_dropped": dropped}
+        "generate",
+        _figures(rundir, len(bad), made, seconds)
+        | {"self_prompts_dropped": dropped, "engine": engine.engine, "read_otherwise": otherwise},
     )
-
-
-def _batches(jobs: list[Job], options: GenerateSection, resolved: Resolved) -> Iterator[list[Job]]:
-    """At most `concurrency` jobs, fewer where their keys and values would exceed a fixed share of a GPU's memory."""
-    room = CACHE_BYTES[resolved.device] // resolved.target.cache_bytes(
-        2 if resolved.dtype == "bfloat16" else 4
-    )
-    batch: list[Job] = []
-    for job in jobs:
-        if batch and (
-            len(batch) == options.concurrency or (len(batch) + 1) * (len(job.ids) + options.max_tokens) > room
-        ):
-            yield batch
-            batch = []
-        batch.append(job)
-    if batch:
-        yield batch
 
 
 def _self_prompts(
-    engine: HFEngine, tokenizer: Any, folder: Path, resolved: Resolved
+    engine: Answering, tokenizer: Any, folder: Path, resolved: Resolved
 ) -> tuple[list[Prompt], dict[str, int]]:
     """The user turns that the recipe asks the target to write, those that overlap keep_out left out."""
     section = resolved.recipe.prompts
@@ -137,7 +109,12 @@ def _self_prompts(
 
 
 def _jobs(
-    prompts: list[Prompt], turn: int, answers: dict[str, list[int]], tokenizer: Any, resolved: Resolved
+    prompts: list[Prompt],
+    turn: int,
+    answers: dict[str, str],
+    tokenizer: Any,
+    resolved: Resolved,
+    longest: int,
 ) -> tuple[list[Job], list[Quarantined]]:
     """The jobs of one turn, shortest prompt first, so that a batch holds similar lengths."""
     options = resolved.recipe.generate
@@ -146,22 +123,28 @@ def _jobs(
         if turn >= len(prompt.turns):
             continue
         for sample in range(1 if prompt.held_out else options.samples):
+            messages = _messages(prompt, turn, sample, answers, resolved)
+            if messages is None:
+                refused.append(
+                    Quarantined(
+                        prompt.prompt_id,
+                        f"turn {turn + 1}: the turn before it was left out, or its answer is empty",
+                    )
+                )
+                continue
             try:
-                ids = _render(prompt, turn, sample, answers, tokenizer, resolved)
+                ids = _render(messages, tokenizer)
             except (TemplateError, ValueError, TypeError) as e:
                 refused.append(
                     Quarantined(prompt.prompt_id, f"turn {turn + 1}: the chat template refuses it: {e}")
                 )
                 continue
-            if ids is None:
-                refused.append(
-                    Quarantined(prompt.prompt_id, f"turn {turn + 1}: the turn before it was left out")
-                )
-            elif len(ids) + options.max_tokens > resolved.target.context:
-                reason = f"turn {turn + 1}: {len(ids)} prompt tokens + {options.max_tokens} exceed the context of {resolved.target.context}"
+            if len(ids) + options.max_tokens > longest:
+                reason = f"turn {turn + 1}: {len(ids)} prompt tokens + {options.max_tokens} exceed the context of {longest}"
                 refused.append(Quarantined(prompt.prompt_id, reason))
             else:
-                jobs.append(Job(_row_id(prompt, turn, sample, resolved), prompt, turn, sample, ids))
+                row_id, sampling = _row_id(prompt, turn, sample, resolved), _sampling(prompt, options)
+                jobs.append(Job(row_id, prompt, turn, sample, messages, ids, *sampling))
     if turn == 0 and not jobs:
         raise UsageError(f"prompts: none can be answered; the first: {refused[0].where}: {refused[0].reason}")
     return sorted(jobs, key=lambda j: len(j.ids)), refused
@@ -177,35 +160,30 @@ def _sampling(prompt: Prompt, options: GenerateSection) -> tuple[float, float]:
     return (0.0, 1.0) if prompt.held_out else (options.temperature, options.top_p)
 
 
-def _render(
-    prompt: Prompt, turn: int, sample: int, answers: dict[str, list[int]], tokenizer: Any, resolved: Resolved
-) -> list[int] | None:
-    """Prompt ids of a turn as a server renders them, history answered by the target; None if an answer is missing."""
+def _messages(
+    prompt: Prompt, turn: int, sample: int, answers: dict[str, str], resolved: Resolved
+) -> list[dict[str, str]] | None:
+    """What is sent at a turn, the history answered by the target; None if an answer is missing or empty."""
     messages = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
     for i, text in enumerate(prompt.turns[: turn + 1]):
         messages.append({"role": "user", "content": text})
         if i < turn:
             answer = answers.get(_row_id(prompt, i, sample, resolved))
-            if answer is None:
+            if not answer:
                 return None
-            messages.append(
-                {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
-            )
+            messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
+def _render(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
+    """Prompt ids as a server renders them."""
     ids = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True
     )["input_ids"]
     return list(ids)
 
 
-def _answer(engine: HFEngine, jobs: list[Job], options: GenerateSection, target: str) -> list[Row]:
-    sampling = [_sampling(j.prompt, options) for j in jobs]
-    answers = engine.generate(
-        [j.ids for j in jobs],
-        options.max_tokens,
-        [temperature for temperature, _ in sampling],
-        options.top_p,
-        [row_uniforms(j.row_id, options.max_tokens) for j in jobs],
-    )
+def _answer(engine: Answering, jobs: list[Job], target: str) -> list[Row]:
     return [
         Row(
             row_id=job.row_id,
@@ -215,14 +193,15 @@ def _answer(engine: HFEngine, jobs: list[Job], options: GenerateSection, target:
             split=job.split,
             turn=job.turn,
             sample=job.sample,
-            prompt_ids=job.ids,
+            prompt_ids=answer.prompt_ids,
             completion_ids=answer.ids,
             finish_reason=answer.finish_reason,
-            temperature=temperature,
-            top_p=top_p,
+            temperature=job.temperature,
+            top_p=job.top_p,
             target=target,
+            text=answer.text,
         )
-        for job, answer, (temperature, top_p) in zip(jobs, answers, sampling, strict=True)
+        for job, answer in zip(jobs, engine.answer(jobs), strict=True)
     ]
 
 

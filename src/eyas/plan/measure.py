@@ -19,9 +19,9 @@ PASS_TOKENS = {"cpu": 512, "cuda": 16384}  # as much as keeps the device busy
 TRAIN_ROWS, TRAIN_ROW_TOKENS = {"cpu": 6, "cuda": 64}, 128
 
 
-def rates(resolved: Resolved, prompt_tokens: int) -> dict[str, float]:
-    """decode_tokens_per_s (batch of generate.concurrency), pass_tokens_per_s, bench_tokens_per_s (one request),
-    supervised_tokens_per_s (training at the recipe's TTT steps)."""
+def rates(resolved: Resolved, prompt_tokens: int) -> dict[str, float | None]:
+    """decode_tokens_per_s (batch of generate.concurrency) and bench_tokens_per_s (one request), None where a server answers;
+    pass_tokens_per_s; supervised_tokens_per_s (training at the recipe's TTT steps)."""
     recipe = resolved.recipe
     engine = HFEngine(
         resolved.target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code
@@ -29,19 +29,24 @@ def rates(resolved: Resolved, prompt_tokens: int) -> dict[str, float]:
     prompt = torch.randint(
         3, resolved.target.vocab, (prompt_tokens,), generator=torch.Generator().manual_seed(0)
     ).tolist()
-    rows = recipe.generate.concurrency
-    never = HFEngineNeverStops(engine)
-    batch = timed(lambda: never.generate(rows, prompt))
-    one = timed(lambda: decode(never.engine, None, None, prompt, 0, DECODE_TOKENS))
+    decoding: dict[str, float | None] = {"decode_tokens_per_s": None, "bench_tokens_per_s": None}
+    if recipe.engine.name == "hf":
+        decoding = _decoding(engine, recipe.generate.concurrency, prompt)
     rows_read = [prompt] * (PASS_TOKENS[resolved.device] // len(prompt) + 1)
     passed = timed(lambda: engine.states(rows_read).top1_BT.cpu())
     trained = timed(_training(resolved))
     return {
-        "decode_tokens_per_s": rows * DECODE_TOKENS / batch,
+        **decoding,
         "pass_tokens_per_s": len(prompt) * len(rows_read) / passed,
-        "bench_tokens_per_s": DECODE_TOKENS / one,
         "supervised_tokens_per_s": TRAIN_ROWS[resolved.device] * TRAIN_ROW_TOKENS / 2 / trained,
     }
+
+
+def _decoding(engine: HFEngine, rows: int, prompt: list[int]) -> dict[str, float | None]:
+    never = HFEngineNeverStops(engine)
+    batch = timed(lambda: never.generate(rows, prompt))
+    one = timed(lambda: decode(never.engine, None, None, prompt, 0, DECODE_TOKENS))
+    return {"decode_tokens_per_s": rows * DECODE_TOKENS / batch, "bench_tokens_per_s": DECODE_TOKENS / one}
 
 
 class HFEngineNeverStops:

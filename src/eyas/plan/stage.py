@@ -16,8 +16,9 @@ from jinja2 import TemplateError
 from eyas.contract import Norms, for_target
 from eyas.errors import SurroundingsError
 from eyas.progress import duration, say, size
-from eyas.recipe import FactsSection, Resolved
+from eyas.recipe import Resolved
 from eyas.rundir import RunDir, write_json
+from eyas.schema import FactsSection
 from eyas.stores import states
 
 DISK_MARGIN = 1.1
@@ -50,6 +51,10 @@ def run(resolved: Resolved, rundir: RunDir, prompts: list[Any]) -> dict[str, Any
         f"{size(memory['available'])} available here"
     )
     _print_seconds(seconds, "just measured" if here else "that the recipe gives")
+    if here and resolved.recipe.engine.name != "hf":
+        say(
+            f"  generate and bench run in {resolved.recipe.engine.name}, whose rates are known only once it runs"
+        )
     if disk["states"] > LARGE_STATES:
         _print_savings(disk["states"], seconds["extract"])
     if not here and sum(disk.values()) * DISK_MARGIN > free:
@@ -161,7 +166,7 @@ def _measured(resolved: Resolved, rundir: RunDir, counts: dict[str, int]) -> dic
     say("  measuring this machine's rates …")
     rates = measure.rates(resolved, min(counts["prompt_tokens_each"], MEASURED_PROMPT))
     write_json(rundir / "profile.json", {"device": resolved.device, "dtype": resolved.dtype, "rates": rates})
-    return dict(rates)
+    return rates
 
 
 def _memory(resolved: Resolved) -> dict[str, int]:

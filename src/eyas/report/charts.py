@@ -110,3 +110,28 @@ def speedups(cells: Sequence[dict[str, Any]], wanted: float) -> str:
     axes.set_ylim(0, max(wanted, *(v["high"] for v in s)) * 1.3)
     axes.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=2)
     return _svg(figure)
+
+
+def loads(cells: Sequence[dict[str, Any]], wanted: float) -> str:
+    """Measured speed-up by load, one line a k with its intervals, and the prediction as diamonds."""
+    figure, axes = _axes()
+    places = sorted({c["concurrency"] for c in cells})
+    for k, colour in zip(sorted({c["k"] for c in cells}), COLOURS * 4, strict=False):
+        mine = [c for c in cells if c["k"] == k]
+        x = [places.index(c["concurrency"]) for c in mine]
+        s = [c["S"] for c in mine]
+        axes.errorbar(
+            x, [v["value"] for v in s], yerr=[[v["value"] - v["low"] for v in s], [v["high"] - v["value"] for v in s]],
+            color=colour, linewidth=2, marker="o", markersize=5, capsize=3, label=f"k={k}",
+        )  # fmt: skip
+        predicted = [(i, c["S_predicted"]) for i, c in zip(x, mine, strict=True) if c["S_predicted"]]
+        if predicted:
+            axes.plot(*zip(*predicted, strict=True), "D", color=colour, markersize=6, markerfacecolor="none")
+    axes.axhline(1, color=INK, linewidth=1)
+    axes.axhline(wanted, color=INK, linewidth=1.4, linestyle="--", label=f"asked for: {wanted:.2f}x")
+    axes.set_xticks(range(len(places)), [str(b) for b in places])
+    axes.set_xlabel("requests at once (diamonds: predicted, replayed tau / C)", color=INK)
+    axes.set_ylabel("speed-up", color=INK)
+    axes.set_ylim(0, max(wanted, *(c["S"]["high"] for c in cells)) * 1.3)
+    axes.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=2)
+    return _svg(figure)

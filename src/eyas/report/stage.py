@@ -26,7 +26,10 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     metrics = read_json(rundir / "drafter" / "best" / "metrics.json")
     record = read_json(rundir / "run.json")
     verdict, bench = made["verdict"], made["bench"]
-    best = next((c for c in verdict["cells"] if c["k"] == verdict.get("best_k")), None)
+    chosen = (verdict["load"], verdict["best_k"])
+    best = next((c for c in verdict["cells"] if (c["concurrency"], c["k"]) == chosen), None)
+    min_speedup = resolved.recipe.verdict.min_speedup
+    draw = charts.loads if len(bench["concurrency"]) > 1 else charts.speedups
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
@@ -39,7 +42,7 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
         train=made["train"],
         metrics=metrics,
         charts={
-            "speed": Markup(charts.speedups(verdict["cells"], resolved.recipe.verdict.min_speedup)),
+            "speed": Markup(draw(verdict["cells"], min_speedup)),
             "acceptance": Markup(_acceptance(metrics)),
             "loss": Markup(charts.losses(_lines(rundir / "train" / "steps.jsonl"))),
             "tau": Markup(charts.taus(_lines(rundir / "train" / "evals.jsonl"))),
@@ -68,7 +71,7 @@ def _checks(made: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     out = [
         (
             "conversations",
-            f"{rows.get('train', 0)} training and {rows.get('held_out', 0)} held-out answers, "
+            f"{conversations['engine']}: {rows.get('train', 0)} training and {rows.get('held_out', 0)} held-out answers, "
             f"{conversations['quarantined']} prompts left out, finish: "
             + ", ".join(f"{n} {reason}" for reason, n in conversations["finish"].items()),
         ),

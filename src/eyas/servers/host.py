@@ -24,9 +24,14 @@ class Gpu(NamedTuple):
     holders: list[str]  # "pid 12: 3400 MiB"
 
 
+def memory_need(weight_bytes: int, cache_bytes: int) -> int:
+    """Bytes that a server on a CPU takes."""
+    return weight_bytes + cache_bytes + PROGRAM_BYTES
+
+
 def refuse_small_memory(weight_bytes: int, cache_bytes: int) -> None:
     """Raises SurroundingsError where weights, cache and program do not fit into this machine's memory."""
-    need, free = weight_bytes + cache_bytes + PROGRAM_BYTES, psutil.virtual_memory().available
+    need, free = memory_need(weight_bytes, cache_bytes), psutil.virtual_memory().available
     if need > free:
         raise SurroundingsError(
             f"the server needs some {size(need)} (weights {size(weight_bytes)}, key/value cache {size(cache_bytes)}, the program "
@@ -75,19 +80,20 @@ def _smi(query: str) -> list[list[str]]:
 
 def refuse_taken_gpus(cards: Sequence[Gpu], args: Sequence[str]) -> None:
     """Raises SurroundingsError where a GPU has less free memory than the share that the server will ask for."""
-    share = _share(args)
+    wanted = share(args)
     for card in cards:
         free = card.total_mib - card.used_mib
-        if free < share * card.total_mib:
+        if free < wanted * card.total_mib:
             fits = max(0.0, free / card.total_mib - 0.01)
             raise SurroundingsError(
-                f"GPU {card.number}: {free:,} of {card.total_mib:,} MiB are free, and the server asks for {share:.0%} "
+                f"GPU {card.number}: {free:,} of {card.total_mib:,} MiB are free, and the server asks for {wanted:.0%} "
                 f"({'; '.join(card.holders) or 'held by processes that nvidia-smi does not name'}). "
                 f"Free it, or set engine.args to [--gpu-memory-utilization, '{fits:.2f}'], which would fit."
             )
 
 
-def _share(args: Sequence[str]) -> float:
+def share(args: Sequence[str]) -> float:
+    """The share of a GPU's memory that a server asks for."""
     for i, word in enumerate(args):
         name, _, value = word.partition("=")
         if name == "--gpu-memory-utilization":

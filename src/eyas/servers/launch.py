@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from eyas import interrupt
 from eyas.engines.vllm import Sign
 from eyas.errors import SurroundingsError
 from eyas.progress import duration, say
@@ -137,6 +138,7 @@ def _wait(launch: Launch, process: subprocess.Popen, ready_s: float) -> None:
     began = time.monotonic()
     said: set[str] = set()
     while True:
+        interrupt.safe_place()
         text = launch.log.read_text(encoding="utf-8", errors="replace")
         for sign in launch.phases:
             if sign.text in text and sign.meaning not in said:
@@ -146,7 +148,7 @@ def _wait(launch: Launch, process: subprocess.Popen, ready_s: float) -> None:
             raise SurroundingsError(
                 f"{launch.engine} ended with {process.returncode} while starting: {explain(launch)}"
             )
-        if _answers(f"{launch.url}/health") and _is_ours(launch):
+        if answers(launch.url) and _is_ours(launch):
             return
         if time.monotonic() - began > ready_s:
             raise SurroundingsError(
@@ -155,9 +157,10 @@ def _wait(launch: Launch, process: subprocess.Popen, ready_s: float) -> None:
         time.sleep(POLL_S)
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether a server says that it is well."""
     try:
-        with urllib.request.urlopen(url, timeout=ASK_S) as reply:
+        with urllib.request.urlopen(f"{url}/health", timeout=ASK_S) as reply:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError, ValueError):
         return False

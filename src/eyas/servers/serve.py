@@ -1,21 +1,27 @@
-"""eyas serve: a run's target, with its drafter or without, in vLLM.
+"""A run's target in vLLM, with its drafter or without: for the user until `eyas stop`, or for a stage while it works.
 
 Reads the recipe, drafter/best and verdict.json; writes servers/NAME.log and the server's record (records.py).
 
     eyas serve RUN --set engine.name=vllm [--baseline] [--dry-run] [--port N]
 """
 
+import contextlib
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from eyas.engines import vllm
 from eyas.engines.vllm import Installed, Serving
-from eyas.errors import UsageError
-from eyas.progress import say
+from eyas.errors import SurroundingsError, UsageError
+from eyas.progress import duration, say, size
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir, read_json
 from eyas.servers import host, launch, records
 from eyas.servers.launch import Launch
+from eyas.target import Decision
 
 HOST = "127.0.0.1"
 DEFAULT_K = 3
@@ -27,53 +33,105 @@ class Choice(NamedTuple):
 
 
 def plan(resolved: Resolved, rundir: RunDir, baseline: bool, port: int | None) -> tuple[Launch, Installed]:
-    """What would be launched. Raises UsageError where the recipe has no server, or there is no drafter to serve."""
-    options, target = resolved.recipe.engine, resolved.target
-    if options.name != "vllm":
+    """What `eyas serve` would launch. Raises UsageError where the recipe has no server, or there is no drafter to serve."""
+    if resolved.recipe.engine.name != "vllm":
         raise UsageError(
-            f"engine.name is {options.name}: the embedded engine has no server. Serve with --set engine.name=vllm"
+            f"engine.name is {resolved.recipe.engine.name}: the embedded engine has no server. Serve with --set engine.name=vllm"
         )
-    if not target.files:
+    if not resolved.target.files:
         raise UsageError(
-            f"serve: {target.folder} is not on this machine; put the model there, or set target.model."
+            f"serve: {resolved.target.folder} is not on this machine; put the model there, or set target.model."
         )
     drafter = None if baseline else _drafter(rundir)
-    engine = vllm.find(options.python)
     chosen = Choice(0, "baseline") if baseline else _k(rundir)
     name = f"{resolved.recipe.name}{'-baseline' if baseline else ''}"
-    nonce = launch.new_nonce()
-    serving = Serving(
-        model=target.folder.resolve(),
-        names=(resolved.recipe.name, nonce),
-        host=HOST,
-        port=port or launch.free_port(HOST),
-        dtype=resolved.dtype,
-        context=target.context,
-        drafter=drafter,
-        k=chosen.k,
-        args=tuple(options.args),
-        env=dict(options.env),
-        wrapper=tuple(options.command),
-    )
+    engine = vllm.find(resolved.recipe.engine.python)
     say(f"engine    vLLM {engine.version} for {engine.device}, from {engine.origin}: {engine.python}")
     if note := vllm.untested(engine.version):
         say(f"          note: {note}")
     if drafter:
         say(f"drafter   {drafter}, k={chosen.k}: {chosen.reason}")
-    made = Launch(
-        name=name,
-        nonce=nonce,
-        argv=vllm.command(engine, serving),
-        env=vllm.environment(engine, serving),
-        host=HOST,
-        port=serving.port,
-        model=resolved.recipe.name,
-        log=(rundir.root / "servers" / f"{name}.log").resolve(),
-        engine=f"vLLM {engine.version}",
-        phases=vllm.PHASES,
-        faults=vllm.FAULTS,
+    return _launch(resolved, rundir, engine, name, chosen.k, drafter, port), engine
+
+
+def _launch(
+    resolved: Resolved,
+    rundir: RunDir,
+    engine: Installed,
+    name: str,
+    k: int,
+    drafter: Path | None,
+    port: int | None,
+) -> Launch:
+    options = resolved.recipe.engine
+    nonce = launch.new_nonce()
+    serving = Serving(
+        model=resolved.target.folder.resolve(), names=(resolved.recipe.name, nonce), host=HOST,
+        port=port or launch.free_port(HOST), dtype=resolved.dtype, context=resolved.target.context, drafter=drafter, k=k,
+        args=tuple(options.args), env=dict(options.env), wrapper=tuple(options.command),
+    )  # fmt: skip
+    return Launch(
+        name=name, nonce=nonce, argv=vllm.command(engine, serving), env=vllm.environment(engine, serving), host=HOST,
+        port=serving.port, model=resolved.recipe.name, log=(rundir.root / "servers" / f"{name}.log").resolve(),
+        engine=f"vLLM {engine.version}", phases=vllm.PHASES, faults=vllm.FAULTS,
+    )  # fmt: skip
+
+
+class Running(NamedTuple):
+    """A server of a stage."""
+
+    url: str
+    model: str
+    engine: str  # with version and device
+
+
+@contextlib.contextmanager
+def running(resolved: Resolved, rundir: RunDir, role: str, k: int = 0) -> Iterator[Running]:
+    """A server while a stage works, with k drafts of drafter/best or (k = 0) the target alone; stopped at the end, whatever
+    happens. Raises SurroundingsError as launch.start does; one of the stage's own gets what the log of a dead server says."""
+    clear_orphans()
+    engine = vllm.find(resolved.recipe.engine.python)
+    drafter = _drafter(rundir) if k else None
+    made = _launch(resolved, rundir, engine, f"{resolved.recipe.name}-{role}", k, drafter, None)
+    preflight(made, engine, resolved)
+    say(
+        f"  starting vLLM {engine.version} ({engine.device}), {f'k={k}' if k else 'without drafter'}; log {made.log}"
     )
-    return made, engine
+    began = time.monotonic()
+    record = launch.start(made)
+    say(f"  ready at {record.url} after {duration(time.monotonic() - began)}")
+    try:
+        yield Running(record.url, record.model, f"vLLM {engine.version} ({engine.device})")
+    except SurroundingsError as e:
+        if launch.answers(record.url):
+            raise
+        raise SurroundingsError(f"{e} The server is no longer well: {launch.explain(made)}") from e
+    finally:
+        records.stop(record)
+
+
+def fit_together(resolved: Resolved, count: int) -> Decision:
+    """Whether `count` servers of this target can stand side by side."""
+    engine = vllm.find(resolved.recipe.engine.python)
+    if engine.device == "cuda":
+        share = host.share(resolved.recipe.engine.args)
+        used = max((card.used_mib / card.total_mib for card in host.gpus()), default=0.0)
+        return Decision(
+            used + count * share <= 1,
+            f"each takes {share:.0%} of a GPU's memory (--gpu-memory-utilization), and {1 - used:.0%} are free",
+        )
+    need = count * host.memory_need(*_memory(resolved))
+    free = psutil.virtual_memory().available
+    return Decision(need <= free, f"they need some {size(need)} of memory, and {size(free)} are free")
+
+
+def _memory(resolved: Resolved) -> tuple[int, int]:
+    """Bytes of weights and of the key/value cache of a server on a CPU."""
+    weights = sum(p.stat().st_size for p in set(resolved.target.files.values()))
+    wider = resolved.dtype == "float32" and resolved.target.config.get("dtype") == "bfloat16"
+    gib = resolved.recipe.engine.env.get("VLLM_CPU_KVCACHE_SPACE", str(vllm.CPU_CACHE_GIB))
+    cache = host.number("engine.env: VLLM_CPU_KVCACHE_SPACE", gib) * 2**30
+    return weights * (2 if wider else 1), round(cache)
 
 
 def _drafter(rundir: RunDir) -> Path:
@@ -100,10 +158,7 @@ def preflight(made: Launch, engine: Installed, resolved: Resolved) -> None:
     if engine.device == "cuda":
         host.refuse_taken_gpus(host.gpus(), made.argv)
         return
-    weights = sum(p.stat().st_size for p in set(resolved.target.files.values()))
-    wider = resolved.dtype == "float32" and resolved.target.config.get("dtype") == "bfloat16"
-    cache_gib = host.number("engine.env: VLLM_CPU_KVCACHE_SPACE", made.env["VLLM_CPU_KVCACHE_SPACE"])
-    host.refuse_small_memory(weights * (2 if wider else 1), round(cache_gib * 2**30))
+    host.refuse_small_memory(*_memory(resolved))
 
 
 def serve(

@@ -33,6 +33,7 @@ class Row:
     temperature: float
     top_p: float
     target: str  # fingerprint
+    text: str = ""  # the answer as it stands in the history of later turns, without thoughts
 
     @property
     def ids(self) -> list[int]:
