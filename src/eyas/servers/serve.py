@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import psutil
 
+from eyas import contract
 from eyas.engines import vllm
 from eyas.engines.vllm import Installed, Serving
 from eyas.errors import SurroundingsError, UsageError
@@ -64,6 +65,8 @@ def _launch(
     port: int | None,
 ) -> Launch:
     options = resolved.recipe.engine
+    if drafter:
+        vllm.refuse_unread(engine.version, contract.read(drafter / "contract.json"))
     nonce = launch.new_nonce()
     serving = Serving(
         model=resolved.target.folder.resolve(), names=(resolved.recipe.name, nonce), host=HOST,
