@@ -15,7 +15,7 @@ from eyas.bench.load import Ask, Place
 from eyas.bench.measure import Request
 from eyas.causes import NEAR_TIE
 from eyas.drafter.replay import bootstrap
-from eyas.errors import EyasError, RequestError
+from eyas.errors import EyasError
 from eyas.progress import say
 from eyas.servers import client
 from eyas.servers.client import CHAT, COMPLETIONS, Client
@@ -133,7 +133,7 @@ def _schema(place: Place) -> Outcome:
     body = {"response_format": shape, **_greedy(place, question)}
     try:
         message = _ask(place, CHAT, body)["choices"][0]["message"]
-    except RequestError as e:
+    except EyasError as e:  # a server that answers 500 to it is found out later if it is no longer well
         return Outcome("refused", str(e))
     return _fits(message.get("content") or "", PERSON)
 
@@ -146,7 +146,7 @@ def _tool(place: Place) -> Outcome:
         message = _ask(place, CHAT, body | _greedy(place, "What is the weather in Paris?"))["choices"][0][
             "message"
         ]
-    except RequestError as e:
+    except EyasError as e:  # a server that answers 500 to it is found out later if it is no longer well
         return Outcome("refused", str(e))
     calls = message.get("tool_calls") or []
     if not calls or calls[0]["function"]["name"] != "get_weather":
@@ -164,7 +164,7 @@ def _long(place: Place, ask: Ask) -> Outcome:
 
     try:
         reply = client.run(work())
-    except RequestError as e:
+    except EyasError as e:  # a server that answers 500 to it is found out later if it is no longer well
         return Outcome("refused", str(e))
     prompt = reply.prompt_ids or ask.prompt_ids or []
     return Outcome(
