@@ -122,7 +122,7 @@ def test_generate_asks_a_running_server_and_keeps_its_ids(run, plain, tmp_path):
     lines = [{"turns": [q, "Say it in one sentence."], "id": f"q{i}"} for i, q in enumerate(QUESTIONS)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     sets = (
-        f"engine.url={plain.url}", f"prompts.sources=[{{path: {tmp_path}/prompts.jsonl}}]", "prompts.held_out=0.5",
+        f"engine.url={plain.url}", f"prompts.sources=[{{path: {tmp_path}/prompts.jsonl}}]", "prompts.held_out=0.8",  # by their hashes: the first two
         "generate.max_tokens=24",
     )  # fmt: skip
     made = pipeline.run(str(run[1].root), sets, str(tmp_path / "run"), first="generate", last="generate")[
