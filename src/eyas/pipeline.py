@@ -8,7 +8,9 @@ redone and costly ones refused by name, until the user says `--from STAGE`. A st
 
 import contextlib
 import importlib
+import itertools
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -357,26 +359,50 @@ def bench_url(
         if value and not value.startswith(("http://", "https://")):
             raise UsageError(f"{name} {value}: write it as http://host:port")
     options = _served_recipe(word, sets)
-    rundir = RunDir(Path(folder) if folder else Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S"))
-    known = prompts.read(options.prompts)[0]
+    known = [
+        p for p in prompts.read(options.prompts)[0] if p.held_out
+    ]  # the other side may have taught the drafter
+    if not known:
+        raise UsageError(
+            "bench: the recipe's prompts are all to be written by the target; give a file of prompts"
+        )
+    wanted = {
+        "servers": [url, baseline],
+        **options.model_dump(mode="json", include={"bench", "prompts", "generate"}),
+    }
+    rundir = _bench_folder(folder, url, wanted)
     with rundir.lock(), interrupt.patient(), surroundings("bench"):
-        _refuse_other_servers(rundir, [url, baseline])
+        write_json(rundir / "servers.json", wanted)
         chosen = conversations.spread(known, options.bench.limit, lambda p: p.domain)
         return remote.run(url, baseline, chosen, options, rundir)
 
 
-def _refuse_other_servers(rundir: RunDir, servers: list[str | None]) -> None:
-    """Raises UsageError where a folder holds a measurement of other servers, or a run."""
-    path = rundir / "servers.json"
-    if (rundir / "recipe.yaml").is_file():
+def _bench_folder(folder: str | None, url: str, wanted: dict[str, Any]) -> RunDir:
+    """The named folder, or the first runs/bench-HOST-PORT-N that holds nothing, or the same measurement unfinished.
+
+    Raises UsageError where the named one holds a run, or a measurement of something else.
+    """
+    if folder and (Path(folder) / "recipe.yaml").is_file():
         raise UsageError(
-            f"{rundir.root} is a run's folder; give a measurement of running servers one of its own with --run."
+            f"{folder} is a run's folder; give a measurement of running servers one of its own with --run."
         )
-    if path.is_file() and read_json(path) != servers:
-        raise UsageError(
-            f"{rundir.root} holds a measurement of other servers; choose another folder with --run."
+    for number in itertools.count(1):
+        root = (
+            Path(folder) if folder else Path("runs") / f"bench-{re.sub(r'[^0-9A-Za-z.]+', '-', url)}-{number}"
         )
-    write_json(path, servers)
+        path = root / "servers.json"
+        same = path.is_file() and read_json(path) == wanted
+        if (
+            not root.exists()
+            or not (path.is_file() or folder is None)
+            or (same and (folder or not (root / "bench.json").is_file()))
+        ):
+            return RunDir(root)
+        if folder:
+            raise UsageError(
+                f"{folder} holds a measurement of other servers or with other settings; choose another folder with --run."
+            )
+    raise AssertionError("unreachable")
 
 
 def judge_file(path: Path, sets: tuple[str, ...]) -> dict[str, Any]:

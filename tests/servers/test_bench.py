@@ -13,6 +13,7 @@ from eyas.engines import vllm
 from eyas.errors import SurroundingsError, UsageError
 from eyas.rundir import read_json
 from eyas.servers import records
+from tests.servers.test_serve import fits
 
 ASKS = [Ask(f"r{i}", "d", [5 + i, 6, 7], None) for i in range(4)]
 QUICK = ("bench.limit=4", "bench.max_tokens=12", "bench.rounds=2", "bench.concurrency=[1, 3]")
@@ -56,9 +57,28 @@ def test_running_servers_are_measured_compared_and_judged(running, tmp_path):
         assert cell["throughput_tokens_per_s"]["drafter"] > 0 and cell["cached_share"] == 0
         assert cell["sampled"]["temperature"] == 0.8 and cell["sampled"]["unlikely"] is None
     assert (tmp_path / "b" / "bench" / "requests.parquet").is_file()
+    fits("bench", body)
     shown = CliRunner().invoke(eyas, ["verdict", str(tmp_path / "b" / "bench.json")])
     assert shown.exit_code == 0 and "YES: ship it" in shown.output
-    assert read_json(tmp_path / "b" / "verdict.json")["loads"][1]["concurrency"] == 3
+    verdict = read_json(tmp_path / "b" / "verdict.json")
+    assert verdict["loads"][1]["concurrency"] == 3
+    fits("verdict", verdict)
+
+
+def test_without_a_folder_an_unfinished_measurement_goes_on_and_a_finished_one_is_kept(
+    running, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    url, baseline = running(k=2), running()
+    pipeline.bench_url(url, baseline, None, QUICK, None)
+    (first,) = (tmp_path / "runs").iterdir()
+    (first / "bench.json").unlink()
+    kept = (first / "bench" / "k2-c1-round-000.json").read_bytes()
+    pipeline.bench_url(url, baseline, None, QUICK, None)
+    assert list((tmp_path / "runs").iterdir()) == [first]
+    assert (first / "bench" / "k2-c1-round-000.json").read_bytes() == kept
+    pipeline.bench_url(url, baseline, None, (*QUICK, "bench.max_tokens=6"), None)
+    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 def test_one_server_alone_gives_latencies_and_acceptance_and_no_verdict(running, tmp_path):

@@ -134,19 +134,14 @@ class Bench:
         out: dict[int, Counter[str]] = {}
         for r in requests:
             if r.k and r.round == 0:
-                kind = (
-                    "equal"
-                    if r.ids == base[r.prompt]
-                    else self._judge(prompts[r.prompt], base[r.prompt], r.ids)
-                )
+                kind = self._judge(prompts[r.prompt], base[r.prompt], r.ids)
                 out.setdefault(r.k, Counter(equal=0, near_tie=0, fault=0))[kind] += 1
         return {k: dict(v) for k, v in out.items()}
 
     def _judge(self, prompt: list[int], plain: list[int], drafted: list[int]) -> str:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b),
-            min(len(plain), len(drafted)),
-        )
+        at = measure.first_difference(plain, drafted)
+        if at is None:
+            return "equal"
         seen = self.engine.states([prompt + plain[:at]])
         return "near_tie" if float(seen.gap_BT[0, -1]) < NEAR_TIE else "fault"
 

@@ -51,6 +51,12 @@ class Ask(NamedTuple):
         return CHAT, body | {"messages": self.messages}
 
 
+def end_to_end(parts: Sequence[list[int]], tokens: int) -> Ask:
+    """A long prompt: ids of conversations one after another, again from the first, cut at `tokens`."""
+    ids = [i for part in parts for i in part]
+    return Ask("long", "long", (ids * (1 + tokens // len(ids)))[:tokens], None)
+
+
 class Load(NamedTuple):
     concurrency: int
     max_tokens: int

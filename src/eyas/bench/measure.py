@@ -48,6 +48,14 @@ class Counted(NamedTuple):
         return 1 + sum(self.accepted_at) / self.drafts
 
 
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first differing id, or None; where one ends early, that is the difference."""
+    if list(a) == list(b):
+        return None
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
 def order(ks: Sequence[int], turn: int) -> list[int]:
     """The k values of one prompt in one round, rotated so that none always comes first."""
     turn %= len(ks)

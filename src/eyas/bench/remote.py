@@ -12,7 +12,7 @@ from typing import Any
 
 from eyas import __version__
 from eyas.bench import measure, session, shown
-from eyas.bench.load import Ask, Place
+from eyas.bench.load import Ask, Place, end_to_end
 from eyas.bench.session import Session
 from eyas.engines import vllm
 from eyas.errors import UsageError
@@ -128,10 +128,7 @@ def _long(asks: Sequence[Ask], tokens: int) -> Ask:
             : tokens // 2
         ]  # a word is mostly less than two tokens
         return Ask("long", "long", None, [{"role": "user", "content": " ".join(words)}])
-    ids: list[int] = []
-    while len(ids) < tokens:
-        ids += [i for a in asks for i in a.prompt_ids or []]
-    return Ask("long", "long", ids[:tokens], None)
+    return end_to_end([a.prompt_ids or [] for a in asks], tokens)
 
 
 def _alone(made: Session, place: Place, options: Recipe) -> list[dict[str, Any]]:

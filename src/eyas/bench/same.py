@@ -1,6 +1,7 @@
 """Is it still the same model? Greedy answers with the drafter against those without, and answers that need more than text.
 
 greedy     equal to the plain answer, or first different where the target's two best are nearly level (a near tie)
+sampled    as likely under the target as what it samples itself at the same temperature
 schema     an answer bound to a JSON schema     tool     a forced tool call     long     a prompt that fills the context
 """
 
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eyas.bench.load import Ask, Place
-from eyas.bench.measure import Request
+from eyas.bench.measure import Request, first_difference
 from eyas.causes import NEAR_TIE
 from eyas.drafter.replay import bootstrap
 from eyas.errors import EyasError
@@ -46,14 +47,6 @@ class Outcome(NamedTuple):
     prompt_ids: list[int] | None = None
     ids: list[int] | None = None
     text: str | None = None
-
-
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first differing id, or None; where one ends early, that is the difference."""
-    if list(a) == list(b):
-        return None
-    pairs = zip(a, b, strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 def gap(place: Place, ids: list[int]) -> float | None:
@@ -133,7 +126,7 @@ def _schema(place: Place) -> Outcome:
     body = {"response_format": shape, **_greedy(place, question)}
     try:
         message = _ask(place, CHAT, body)["choices"][0]["message"]
-    except EyasError as e:  # a server that answers 500 to it is found out later if it is no longer well
+    except EyasError as e:  # also a 500: session.py asks afterwards whether the server still answers
         return Outcome("refused", str(e))
     return _fits(message.get("content") or "", PERSON)
 
@@ -146,7 +139,7 @@ def _tool(place: Place) -> Outcome:
         message = _ask(place, CHAT, body | _greedy(place, "What is the weather in Paris?"))["choices"][0][
             "message"
         ]
-    except EyasError as e:  # a server that answers 500 to it is found out later if it is no longer well
+    except EyasError as e:  # also a 500: session.py asks afterwards whether the server still answers
         return Outcome("refused", str(e))
     calls = message.get("tool_calls") or []
     if not calls or calls[0]["function"]["name"] != "get_weather":
@@ -164,7 +157,7 @@ def _long(place: Place, ask: Ask) -> Outcome:
 
     try:
         reply = client.run(work())
-    except EyasError as e:  # a server that answers 500 to it is found out later if it is no longer well
+    except EyasError as e:  # also a 500: session.py asks afterwards whether the server still answers
         return Outcome("refused", str(e))
     prompt = reply.prompt_ids or ask.prompt_ids or []
     return Outcome(

@@ -11,7 +11,7 @@ import torch
 
 from eyas.bench import session as sessions
 from eyas.bench import shown
-from eyas.bench.load import Ask, Place
+from eyas.bench.load import Ask, Place, end_to_end
 from eyas.bench.measure import Request
 from eyas.bench.session import Session
 from eyas.drafter import dialects, replay
@@ -29,7 +29,8 @@ def run(resolved: Resolved, rundir: RunDir, rows: list[Row]) -> dict[str, Any]:
     """Measure every k against the plain server at every load; returns the manifest's body."""
     options, temperature = resolved.recipe.bench, resolved.recipe.generate.temperature
     asks = [Ask(r.row_id, r.domain, r.prompt_ids, None) for r in rows]
-    session = Session(rundir / "bench", options, asks, lambda tokens: _long(rows, tokens), temperature)
+    whole = [r.ids for r in rows]
+    session = Session(rundir / "bench", options, asks, lambda tokens: end_to_end(whole, tokens), temperature)
     how = _visits(resolved, rundir, session)
     cells = session.cells(options.k, resolved.recipe.verdict.confidence)
     replayed = replays(resolved, rundir, session, asks)
@@ -53,14 +54,6 @@ def run(resolved: Resolved, rundir: RunDir, rows: list[Row]) -> dict[str, Any]:
         "baseline_tokens_per_s": sum(r.decoded for r in plain) / sum(r.decode_s for r in plain),
         "cells": cells,
     }
-
-
-def _long(rows: Sequence[Row], tokens: int) -> Ask:
-    """Whole conversations end to end."""
-    ids: list[int] = []
-    while len(ids) < tokens:
-        ids += [i for r in rows for i in r.ids]
-    return Ask("long", "long", ids[:tokens], None)
 
 
 def _visits(resolved: Resolved, rundir: RunDir, session: Session) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Session:
         write_json(path, made.as_json())
 
     def measure(self, places: Sequence[Place], numbers: Iterable[int]) -> None:
-        """All loads of these rounds on these servers in turn, each first in its turn; then probes and sampled answers."""
+        """All loads of these rounds on these servers, which take turns in being first; then probes and sampled answers."""
         numbers = list(numbers)
         by_k = {p.k: p for p in places}
         total = len(numbers) * len(self.options.concurrency) * len(places)
@@ -110,6 +110,7 @@ class Session:
             path = self.folder / f"k{place.k}-probes.json"
             if not path.is_file():
                 found = same.probes(place, self.long_prompt(longest(place)))
+                client.served(place.url)  # a server that died of a probe is a failure, not an outcome
                 same.show(place.k, found)
                 write_json(path, {name: o._asdict() for name, o in found.items()})
             path = self.folder / f"k{place.k}-sampled.json"

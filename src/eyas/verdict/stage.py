@@ -197,7 +197,7 @@ def _reasons(
             out.append(
                 f"predicted {best['S_predicted']:.2f}x (replayed tau / C), measured {best['S']['value']:.2f}x: {within} {SPEED_AGREES:.0%}"
             )
-    if best.get("sampled"):
+    if best.get("sampled") and not best["sampled"]["unlikely"]:
         hot = best["sampled"]
         out.append(
             f"at temperature {hot['temperature']:g} it gives {hot['tau']:.2f} tokens a step"
