@@ -161,7 +161,7 @@ def test_its_port_is_refused_to_another_and_it_is_not_taken_for_one(run, served)
 
 def test_an_argument_that_it_does_not_know_is_named(run):
     resolved, rundir, _ = pipeline.open_run(
-        str(run[1].root), ("engine.args=[--no-such-flag]",), str(run[1].root)
+        str(run[1].root), ("name=unknown", "engine.args=[--no-such-flag]"), str(run[1].root)
     )
     made, _ = serve.plan(resolved, rundir, True, None)
     with pytest.raises(SurroundingsError, match="does not know one of the arguments"):
