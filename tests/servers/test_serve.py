@@ -199,9 +199,9 @@ def test_a_share_that_is_no_number_is_refused(args):
 
 
 def test_a_program_that_is_not_there_is_named_and_leaves_no_record(finished, fake_vllm):
-    resolved, rundir = opened(finished, fake_vllm, "engine.command=[/no/docker, run]")
+    resolved, rundir = opened(finished, fake_vllm, "engine.command=[/no/nice, -n]")
     made, _ = serve.plan(resolved, rundir, False, None)
-    with pytest.raises(SurroundingsError, match="cannot start /no/docker"):
+    with pytest.raises(SurroundingsError, match="cannot start /no/nice"):
         launch.start(made, ready_s=3)
     assert records.every() == []
 

