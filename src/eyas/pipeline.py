@@ -44,7 +44,7 @@ STAGES = (
         costly=False,
     ),
     Stage("generate", (), ("engine.name", "prompts", "generate"), costly=True),
-    Stage("extract", ("generate",), ("extract",), costly=True),
+    Stage("extract", ("generate",), ("engine.name", "extract"), costly=True),
     Stage("train", ("generate", "extract"), ("train",), costly=True),
     Stage("check", ("train",), (), costly=False),
     Stage(
@@ -102,9 +102,9 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
     }.items():
         source = values[key].source if key in values and values[key].value != "auto" else "derived"
         values[key] = Value(value, source, reason)
-    values["extract.with"] = Value(
-        "pass", "derived", "the embedded engine extracts by a pass over the stored ids"
-    )
+    if read.engine.name == "hf":
+        reason = "the embedded engine extracts by a pass over the stored ids"
+        values["extract.with"] = Value("pass", "derived", reason)
     return Resolved(read, facts, device.value, dtype.value, layers.value)
 
 

@@ -124,10 +124,10 @@ class GenerateSection(Section):
 
 
 class ExtractSection(Section):
-    with_: Literal["auto", "pass"] = Field(
+    with_: Literal["auto", "generate", "pass"] = Field(
         "auto",
         alias="with",
-        description="a pass over the stored ids; the embedded engine has no other way",
+        description="generate: states are kept in the pass that generates (vLLM); pass: a pass over the stored ids; auto: the first where it can be",
         json_schema_extra={"unit": ""},
     )
     dtype: Literal["bfloat16", "float32"] = key(
@@ -255,4 +255,8 @@ class Recipe(Section):
                 raise ValueError('"bench.lengths": fixed needs a server: set engine.name to vllm')
             if self.engine.url:
                 raise ValueError('"engine.url": a server is asked only with engine.name: vllm')
+            if self.extract.with_ == "generate":
+                raise ValueError(
+                    '"extract.with": only a server keeps states while it generates: set engine.name to vllm'
+                )
         return self

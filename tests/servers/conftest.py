@@ -23,6 +23,7 @@ def fake_vllm(tmp_path, monkeypatch):
     for folder in (package, package.parent, package.parent.parent):
         (folder / "__init__.py").touch()
     shutil.copy(Path(__file__).with_name("fake_server.py"), package / "api_server.py")
+    shutil.copy(Path(__file__).with_name("fake_runner.py"), package.parent.parent)
     info = root / "vllm-0.32.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")

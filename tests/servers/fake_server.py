@@ -89,6 +89,9 @@ class Real:
         self.tokenizer = self.target.tokenizer()
         self.drafter = dialects.read(Path(a.speculative_config["model"]), torch.float32, "cpu") if k else None
         layers = self.drafter.contract.aux_layers if k else [0, 1, 2]
+        self.keeper = None
+        if os.environ.get("EYAS_STATES_DIR"):
+            self.keep(layers := json.loads(os.environ["EYAS_STATES_LAYERS"])[:-1])
         self.engine = HFEngine(self.target, "float32", "cpu", layers)
         self.sizes = []
         emit = decode._emit
@@ -112,6 +115,37 @@ class Real:
         embedding = self.engine.model.get_input_embeddings().weight
         got = self.decode.decode(self.engine, self.drafter, embedding, prompt, k, tokens, temperature, 1)
         return got.ids, self.sizes, got.finish_reason
+
+    def keep(self, layers):
+        """Through the plugin itself, which eyas has put on PYTHONPATH."""
+        import eyas_vllm
+        from vllm.fake_runner import Runner
+
+        eyas_vllm.writes = lambda: True
+        eyas_vllm.patch(Runner, (*layers, self.target.layers), os.environ["EYAS_STATES_DIR"])
+        self.runner = Runner((*layers, self.target.layers), self.target.hidden, tokens=256)
+        self.keeper = self.runner.eyas
+
+    def step_through(self, row, ids, start):
+        """The steps in which a server would have computed these ids: the prompt in two, then token by token, and, for every
+        third request, all again in one, as after a preemption."""
+        if self.keeper is None or row is None:
+            return
+        seen = self.engine.states([ids])
+        aux, top1 = seen.aux_BTLD[0], seen.top1_BT[0]
+        if kind == "moved states":
+            aux = aux.roll(1, 0)
+        shown = [5, *ids[1:]] if kind == "other ids" else ids
+        self.runner.add(row, shown, aux, seen.last_BTD[0], top1, self.target.vocab, row)
+        first = max(1, start // 2)
+        steps = [(0, first), (first, start - first), *((i, 1) for i in range(start, len(ids)))]
+        if count["requests"] % 3 == 2:
+            steps.append((0, len(ids)))
+        for position, n in steps:
+            if n:
+                self.runner.execute_model(self.runner.scheduled([(row, position, n)]))
+        if kind == "full disk" and count["requests"] >= after:
+            self.keeper.log.file = os.open("/dev/full", os.O_WRONLY)
 
     def logprob(self, ids, i):
         import torch
@@ -189,6 +223,9 @@ class Handler(BaseHTTPRequestHandler):
             ids, sizes, finish = model.answer(prompt, body["max_tokens"], body.get("temperature", 1.0))
             count["requests"] += 1
             number = count["requests"]
+            row = body.get("vllm_xargs", {}).get("eyas_row")
+            if isinstance(model, Real) and row:
+                model.step_through(row, [*prompt, *ids[:-1]], len(prompt))
             count["generated"] += len(ids) + (5 if kind == "foreign" else 0)
             count["prompts"] += len(prompt)
             count["drafts"] += len(sizes) - 1

@@ -35,6 +35,10 @@ ASK_S = 120.0  # a container takes a while to start
 FEW_CORES = 2  # where vLLM's habit of keeping one core for its HTTP server costs a third of the speed
 
 
+PLUGIN = Path(__file__).parents[1] / "plugins" / "eyas-vllm"
+KEEPS = ((0, 25), (0, 32))  # oldest and newest version that the plugin was tried with; it refuses others too
+
+
 class Installed(NamedTuple):
     """A vLLM that answered when asked."""
 
@@ -42,6 +46,14 @@ class Installed(NamedTuple):
     version: str
     device: str  # cpu | cuda
     origin: str  # how it was found
+
+
+class Keep(NamedTuple):
+    """States that the server shall keep of tagged requests (plugins/eyas-vllm)."""
+
+    folder: Path
+    layers: tuple[int, ...]  # aux layers, and the number of layers last
+    dtype: str  # of the aux states
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,7 @@ class Serving:
     args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     contained: bool = False  # started by a container runtime
+    keep: Keep | None = None  # states to be kept
 
 
 class Loader(NamedTuple):
@@ -132,11 +145,11 @@ def find(wanted: str | None, wrapper: Sequence[str] = ()) -> Installed:
     Raises SurroundingsError where none is found, or the named one has no vLLM.
     """
     if containers.runtime(wrapper):
-        python = Path(wanted or "python3")
-        if found := ask(python, "engine.command", wrapper):
+        inner = Path(wanted or "python3")
+        if found := ask(inner, "engine.command", wrapper):
             return found
         raise SurroundingsError(
-            f"engine.command: {shlex.join([*wrapper, str(python)])} does not start a Python that has vLLM. Try it by hand; "
+            f"engine.command: {shlex.join([*wrapper, str(inner)])} does not start a Python that has vLLM. Try it by hand; "
             "engine.python is the name of its Python inside the container."
         )
     named = [(wanted, "engine.python"), (os.environ.get("EYAS_VLLM_PYTHON"), "EYAS_VLLM_PYTHON")]
@@ -179,6 +192,17 @@ def ask(python: Path, origin: str, wrapper: Sequence[str] = ()) -> Installed | N
     name, version = found
     cpu = name == CPU_PACKAGE or "+cpu" in version
     return Installed(python, version.partition("+")[0], "cpu" if cpu else "cuda", origin)
+
+
+def cannot_keep(engine: Installed, contained: bool) -> str | None:
+    """Why states cannot be kept by this vLLM while it works, or None."""
+    found = tuple(map(int, re.findall(r"\d+", engine.version)[:2]))
+    if not KEEPS[0] <= found <= KEEPS[1]:
+        span = " to ".join(".".join(map(str, v)) for v in KEEPS)
+        return f"vLLM {engine.version} is outside {span}, with which the plugin that keeps them was tried"
+    if contained:
+        return "a container does not see the plugin that keeps them"
+    return None
 
 
 def untested(version: str) -> str | None:
@@ -230,6 +254,10 @@ def command(engine: Installed, s: Serving) -> list[str]:
     if s.drafter:
         speculative = {"method": "eagle3", "model": str(s.drafter), "num_speculative_tokens": s.k}
         out += ["--speculative-config", json.dumps(speculative)]
+    if s.keep:
+        out.append(
+            "--no-enable-prefix-caching"
+        )  # what a cache holds is not computed again, so its states would be missing
     return [*out, *s.args]
 
 
@@ -237,6 +265,14 @@ def environment(engine: Installed, s: Serving) -> dict[str, str]:
     """What is added to the environment: no hub, no usage report; on a CPU the cache's size, all of two cores, and the libraries
     without which speculation is several times slower."""
     out = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    if s.keep:
+        out |= {
+            "EYAS_STATES_DIR": str(s.keep.folder), "EYAS_STATES_LAYERS": json.dumps(s.keep.layers),
+            "EYAS_STATES_DTYPE": s.keep.dtype, "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "PYTHONPATH": os.pathsep.join([str(PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }  # fmt: skip
+        if "VLLM_PLUGINS" in os.environ:
+            out["VLLM_PLUGINS"] = f"{os.environ['VLLM_PLUGINS']},eyas_states"
     if engine.device == "cpu":
         out["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_CACHE_GIB)
         if len(os.sched_getaffinity(0)) <= FEW_CORES:

@@ -1,242 +1,84 @@
-"""extract: conversations -> hidden states of the target, by one pass over the stored ids.
+"""extract: conversations -> hidden states of the target.
 
-Reads conversations/. Writes states/shard-*.safetensors and manifest.json. Each row is checked as it is written: finite,
-as many states as ids, and head(norm(stored last state)), computed from the weights on disk, must have the argmax of the
-target's own logits. Greedy rows must also repeat their stored tokens, near ties apart.
+Reads conversations/. Writes states/*.safetensors and manifest.json. Three ways, the first that can be is taken and said:
+
+    generate   states that vLLM kept in the pass that generated (served.take)
+    pass       vLLM reads the stored ids (served.read_again), or the embedded engine does (embedded.read)
 
     eyas extract RECIPE
 """
 
-import time
-from collections import Counter, deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+import shutil
+from collections import Counter
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from eyas import interrupt
-from eyas.causes import NEAR_TIE
-from eyas.engines.hf import HFEngine, Seen
-from eyas.errors import ContractError
-from eyas.feed import Later
-from eyas.progress import Progress, say
+from eyas.engines import containers, vllm
+from eyas.errors import ContractError, SurroundingsError, UsageError
+from eyas.extract import embedded, served
+from eyas.extract.head import checker_of
+from eyas.progress import say
 from eyas.recipe import Resolved
-from eyas.rundir import RunDir, atomic, file_hash
-from eyas.stores import conversations, states
-from eyas.stores.conversations import Row
-from eyas.stores.states import RowStates
-from eyas.target import ONE_PLUS_WEIGHT
+from eyas.rundir import RunDir
+from eyas.stores import conversations
+from eyas.target import Decision
 
-PASS_TOKENS = {"cpu": 1024, "cuda": 16384}  # logits of a pass are tokens x vocabulary x 4 bytes
-WRITERS = 4  # shards written and hashed while the next is computed; each holds extract.shard_bytes
-COUNTS = (
-    "positions", "head_agrees", "disk_differs", "disk_near_ties", "greedy_positions", "greedy_agrees", "greedy_near_ties",
-)  # fmt: skip
+WAYS = {"generate": served.take, "vllm": served.read_again, "hf": embedded.read}
 MIN_HEAD_AGREEMENT = 0.999
 MIN_GREEDY_AGREEMENT = 0.98
 
 
 def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
-    """Extract every row; returns the manifest. Resumes after the last complete shard.
+    """Get the states of every row; returns the manifest. Resumes after the last complete shard.
 
     Raises ContractError when states are not finite or a check falls below its threshold.
     """
-    recipe, target = resolved.recipe, resolved.target
-    engine = HFEngine(
-        target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code
-    )
-    checker = _checker(resolved)
     rows = list(conversations.read(rundir / "conversations"))
-    total = sum(len(r.ids) for r in rows)
+    way = choose(resolved, rundir)
+    if resolved.recipe.engine.name != "hf":
+        say(f"  {way.reason}")
+    found = WAYS[way.value](resolved, rundir, rows, checker_of(resolved))
+    agreement = _judge(found.counts)
     folder = rundir / "states"
-    counts: Counter[str] = Counter()
-    shards: list[dict[str, Any]] = []
-    made, began = 0, time.perf_counter()
-    with Progress("extract", total, "tokens") as progress, ThreadPoolExecutor(WRITERS) as pool:
-        writing: deque[Future[dict[str, Any]]] = deque()
-        for number, group in enumerate(_shards(rows, resolved)):
-            interrupt.safe_place()
-            path = folder / f"shard-{number:05d}.safetensors"
-            tokens = sum(len(r.ids) for r in group)
-            if path.is_file():
-                counts.update(states.read_checks(path))
-                progress.done += tokens
-                progress.first += tokens
-                writing.append(pool.submit(_described, path, group))
-            else:
-                done, checks = _extract(engine, checker, group, resolved, progress)
-                counts.update(checks)
-                writing.append(pool.submit(_write, path, group, done, checks))
-                made += tokens
-            if len(writing) > WRITERS:
-                shards.append(writing.popleft().result())
-        shards += [w.result() for w in writing]
-    seconds = time.perf_counter() - began
-    agreement = _judge(counts)
-    return rundir.finish(
+    manifest = rundir.finish(
         "extract",
         {
-            "content": shards,
+            "content": found.shards,
+            "with": "generate" if way.value == "generate" else "pass",
+            "reason": way.reason,
             "aux_layers": resolved.aux_layers,
-            "tokens": total,
-            "bytes": sum((folder / s["file"]).stat().st_size for s in shards),
-            "checks": dict(counts) | agreement,
-            "rates": {"tokens_per_s": made / seconds if made else None},
+            "tokens": sum(len(r.ids) for r in rows),
+            "bytes": sum((folder / s["file"]).stat().st_size for s in found.shards),
+            "checks": dict(found.counts) | agreement | found.likeness,
+            "rates": {"tokens_per_s": found.made / found.seconds if found.made else None},
         },
     )
+    for leftover in (folder / "steps", rundir / str(served.KEPT)):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return manifest
 
 
-def _write(path: Path, group: list[Row], done: list[RowStates], checks: dict[str, int]) -> dict[str, Any]:
-    with atomic(path) as tmp:
-        states.write_shard(tmp, done, checks)
-    return _described(path, group)
-
-
-def _described(path: Path, group: list[Row]) -> dict[str, Any]:
-    tokens = sum(len(r.ids) for r in group)
-    return {"file": path.name, "sha256": file_hash(path), "rows": len(group), "tokens": tokens}
-
-
-def _shards(rows: list[Row], resolved: Resolved) -> Iterator[list[Row]]:
-    """Consecutive rows until a shard is full."""
-    per_token = token_bytes(resolved)
-    group: list[Row] = []
-    size = 0
-    for row in rows:
-        need = len(row.ids) * per_token
-        if group and size + need > resolved.recipe.extract.shard_bytes:
-            yield group
-            group, size = [], 0
-        group.append(row)
-        size += need
-    if group:
-        yield group
-
-
-def token_bytes(resolved: Resolved) -> int:
-    """Disk of one token's states."""
-    aux = 2 if resolved.recipe.extract.dtype == "bfloat16" else 4
-    return states.bytes_per_token(
-        len(resolved.aux_layers), resolved.target.hidden, aux, 2 if resolved.dtype == "bfloat16" else 4
-    )
-
-
-class Checker(NamedTuple):
-    """Head and final norm as read from the weights on disk, not from the running model."""
-
-    head_VD: Tensor
-    norm_D: Tensor
-    eps: float
-    one_plus: bool
-
-
-def _checker(resolved: Resolved) -> Checker:
-    target = resolved.target
-    head = target.head_VD().to(resolved.device, getattr(torch, resolved.dtype))
-    return Checker(
-        head, target.final_norm_D().to(resolved.device), target.eps, target.model_type in ONE_PLUS_WEIGHT
-    )
-
-
-class Passed(NamedTuple):
-    """A pass that was launched: the rows' places in their shard, and what comes back of it."""
-
-    places: list[int]
-    later: Later  # aux, last, top1, finite, counts
-
-
-def _extract(
-    engine: HFEngine, checker: Checker, group: list[Row], resolved: Resolved, progress: Progress
-) -> tuple[list[RowStates], dict[str, int]]:
-    """States of one shard's rows in their order, batched by length, and the counts of its checks. While the device computes
-    a pass, the one before is taken apart."""
-    out: list[RowStates | None] = [None] * len(group)
-    counts: Counter[str] = Counter()
-    waiting: Passed | None = None
-    for places in [*_passes(group, PASS_TOKENS[resolved.device]), []]:
-        launched = _launch(engine, checker, group, places, resolved) if places else None
-        if waiting:
-            aux, last, top1, finite, found = waiting.later.read()
-            counts.update(dict(zip(COUNTS, found.tolist(), strict=True)))
-            for i, j in enumerate(waiting.places):
-                n = len(group[j].ids)
-                _refuse_infinite(group[j], finite[i, :n], resolved)
-                ids = torch.tensor(group[j].ids, dtype=torch.int32)
-                start = len(group[j].prompt_ids)
-                out[j] = RowStates(group[j].row_id, ids, aux[i, :n], last[i, :n], top1[i, :n], start)
-            progress.add(sum(len(group[j].ids) for j in waiting.places))
-        waiting = launched
-    return [r for r in out if r is not None], dict(counts)
-
-
-def _passes(group: list[Row], limit: int) -> Iterator[list[int]]:
-    """Places of rows of similar length, at most `limit` tokens when padded to the longest."""
-    batch: list[int] = []
-    for i in sorted(range(len(group)), key=lambda i: len(group[i].ids)):
-        if batch and (len(batch) + 1) * len(group[i].ids) > limit:
-            yield batch
-            batch = []
-        batch.append(i)
-    if batch:
-        yield batch
-
-
-def _launch(
-    engine: HFEngine, checker: Checker, group: list[Row], places: list[int], resolved: Resolved
-) -> Passed:
-    rows = [group[i] for i in places]
-    seen = engine.states([r.ids for r in rows], partial(own_logits, checker))
-    aux = seen.aux_BTLD.to(getattr(torch, resolved.recipe.extract.dtype))
-    return Passed(places, Later(aux, seen.last_BTD, seen.top1_BT, seen.finite_BT, _counts(rows, seen)))
-
-
-def _refuse_infinite(row: Row, finite_T: Tensor, resolved: Resolved) -> None:
-    if not bool(finite_T.all()):
-        raise ContractError(
-            f"row {row.row_id} (prompt {row.prompt_id}): its states are not finite. "
-            f"The target computes in {resolved.dtype}; try --set target.dtype=float32."
+def choose(resolved: Resolved, rundir: RunDir) -> Decision:
+    """generate, vllm or hf, and why. Raises UsageError where the recipe asks for states that were not kept."""
+    engine, wanted = resolved.recipe.engine, resolved.recipe.extract.with_
+    if engine.name == "hf":
+        return Decision("hf", "the embedded engine reads the stored ids")
+    missing = served.kept(resolved, rundir) if wanted != "pass" else "the recipe says so (extract.with)"
+    if missing is None:
+        return Decision(
+            "generate", "states were kept in the pass that generated: nothing is read a second time"
         )
-
-
-def _counts(rows: list[Row], seen: Seen) -> Tensor:
-    """[COUNTS]: head(norm(last)) against the target's argmax, by its own modules and by the weights on disk, the latter
-    near ties apart, since another order of sums rounds low-precision logits to another neighbour."""
-    near = seen.gap_BT <= seen.ulp_BT.clamp_min(NEAR_TIE)
-    differs = seen.outside_BT != seen.top1_BT
-    longest, device = seen.top1_BT.shape[1], seen.top1_BT.device
-    lengths = torch.tensor([len(r.ids) for r in rows], device=device)[:, None]
-    starts = torch.tensor([len(r.prompt_ids) for r in rows], device=device)[:, None]
-    greedy = torch.tensor([r.temperature == 0 for r in rows], device=device)[:, None]
-    at = torch.arange(longest, device=device)[None]
-    real = at < lengths
-    answers = greedy & (at >= starts - 1) & (at < lengths - 1)  # where an answer's next token is decided
-    following = torch.tensor([r.ids[1:] + [0] * (longest + 1 - len(r.ids)) for r in rows], device=device)
-    same = seen.top1_BT == following
-    masks = {
-        "positions": real,
-        "head_agrees": real & (seen.again_BT == seen.top1_BT),
-        "disk_differs": real & differs & ~near,
-        "disk_near_ties": real & differs & near,
-        "greedy_positions": answers,
-        "greedy_agrees": answers & same,
-        "greedy_near_ties": answers & ~same & near,
-    }
-    return torch.stack([masks[name].sum() for name in COUNTS])
-
-
-def own_logits(checker: Checker, last_TD: Tensor) -> Tensor:
-    """Final norm and head, rounded as the family's own code rounds: the norm is cast before the scale, except where the
-    scale is (1 + w)."""
-    dtype = checker.head_VD.dtype
-    normed = F.rms_norm(last_TD.float(), (last_TD.shape[-1],), None, checker.eps)
-    if checker.one_plus:
-        return (normed * checker.norm_D).to(dtype) @ checker.head_VD.T
-    return (normed.to(dtype) * checker.norm_D.to(dtype)) @ checker.head_VD.T
+    if wanted == "generate":
+        raise UsageError(
+            f"extract.with is generate, and {missing}. Generate again with --from generate, or set extract.with to auto or pass."
+        )
+    try:
+        found = vllm.find(engine.python, engine.command)
+        why = vllm.cannot_keep(found, containers.runtime(engine.command) is not None)
+    except SurroundingsError as e:
+        why = str(e)
+    if why is None:
+        return Decision("vllm", f"vLLM reads the stored ids once more: {missing}")
+    return Decision("hf", f"the embedded engine reads the stored ids: {missing}, and vLLM cannot: {why}")
 
 
 def _judge(counts: Counter[str]) -> dict[str, float]:

@@ -17,6 +17,8 @@ from eyas.recipe import Resolved
 from eyas.rundir import RunDir
 from eyas.servers import client, serve
 from eyas.servers.client import CHAT, COMPLETIONS, Client, Reply
+from eyas.servers.reading import tag
+from eyas.stores.steps import Steps
 
 CACHE_BYTES = {
     "cpu": 4 * 2**30,
@@ -58,6 +60,7 @@ class Answering(Protocol):
     engine: str
     stop_ids: tuple[int, ...]
     longest: int  # tokens of prompt and answer together
+    steps: Steps | None  # where the states of what is answered are kept, if they are
 
     def batches(self, jobs: list[Job]) -> Iterator[list[Job]]: ...
 
@@ -82,14 +85,21 @@ def answering(resolved: Resolved, rundir: RunDir) -> Iterator[Answering]:
         say(f"  asking {url} (model {offered.name})")
         yield Server(resolved, url, offered.name, f"the server at {url}")
     else:
-        with serve.running(resolved, rundir, "generate") as server:
-            yield Server(resolved, server.url, server.model, server.engine)
+        keeps = serve.keeps(resolved)
+        say(
+            f"  states: {'kept while generating' if keeps.value else 'not kept while generating'}: {keeps.reason}"
+        )
+        folder = rundir / "conversations" / "steps" if keeps.value else None
+        with serve.running(resolved, rundir, "generate", keep=folder) as server:
+            steps = Steps.opened(folder) if folder else None
+            yield Server(resolved, server.url, server.model, server.engine, steps)
 
 
 class Embedded:
     """engines/hf.py: similar lengths together, each row with its own random numbers."""
 
     engine = "hf"
+    steps: Steps | None = None
 
     def __init__(self, resolved: Resolved) -> None:
         self.resolved, self.options = resolved, resolved.recipe.generate
@@ -144,11 +154,13 @@ class Server:
     """An OpenAI-compatible server that returns token ids. No seeds are sent: vLLM's CPU build (0.32.0) dies when a prompt
     with a seed is read in parts."""
 
-    def __init__(self, resolved: Resolved, url: str, model: str, engine: str) -> None:
+    def __init__(
+        self, resolved: Resolved, url: str, model: str, engine: str, steps: Steps | None = None
+    ) -> None:
         self.options, self.target = resolved.recipe.generate, resolved.target
         self.url, self.model, self.engine, self.stop_ids = url, model, engine, resolved.target.stop_ids
         self.longest = min(self.target.context, client.served(url).longest or self.target.context)
-        self.checked = False
+        self.checked, self.steps = False, steps
 
     def batches(self, jobs: list[Job]) -> Iterator[list[Job]]:
         step = WAVES * self.options.concurrency
@@ -159,7 +171,7 @@ class Server:
         bodies = [
             {
                 "model": self.model, "messages": j.messages, "max_tokens": self.options.max_tokens,
-                "temperature": j.temperature, "top_p": j.top_p,
+                "temperature": j.temperature, "top_p": j.top_p, **(tag(j.row_id) if self.steps else {}),
             }
             for j in jobs
         ]  # fmt: skip

@@ -9,6 +9,9 @@ quarantine.jsonl and manifest.json. Training answers are sampled, held-out ones 
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from eyas import interrupt
 from eyas.errors import UsageError
 from eyas.generate import prompts as prompt_files
 from eyas.generate import selfprompt
-from eyas.generate.answering import Answering, Job, answering
+from eyas.generate.answering import Answering, Job, Server, answering
+from eyas.generate.keeping import Keeper
 from eyas.generate.prompts import Prompt, Quarantined
 from eyas.progress import Progress, say
 from eyas.recipe import Resolved
@@ -49,7 +53,8 @@ def _run(
     part = made = otherwise = 0
     seconds = 0.0
     answers: dict[str, str] = {}
-    with Progress("generate", total, "answers", "tokens") as progress:
+    keeper = Keeper(resolved, rundir, engine) if isinstance(engine, Server) and engine.steps else None
+    with Progress("generate", total, "answers", "tokens") as progress, _OneBehind() as behind:
         for turn in range(turns):
             jobs, refused = _jobs(prompts, turn, answers, tokenizer, resolved, engine.longest)
             bad += refused
@@ -66,12 +71,13 @@ def _run(
                     began = time.perf_counter()
                     rows = _answer(engine, batch, resolved.target.fingerprint)
                     seconds += time.perf_counter() - began
-                    with atomic(path) as tmp:
-                        conversations.write_part(tmp, rows)
+                    behind(partial(_write, path, part - 1, rows, keeper))
                     made += sum(len(r.completion_ids) for r in rows)
                     progress.add(len(rows), sum(len(r.completion_ids) for r in rows))
                 otherwise += sum(j.ids != r.prompt_ids for j, r in zip(batch, rows, strict=True))
                 answers |= {r.row_id: r.text for r in rows}
+    if keeper:
+        keeper.finish(part)
     write_text(
         folder / "quarantine.jsonl",
         "".join(json.dumps({"where": q.where, "reason": q.reason}) + "\n" for q in bad),
@@ -90,6 +96,35 @@ def _run(
         _figures(rundir, len(bad), made, seconds)
         | {"self_prompts_dropped": dropped, "engine": engine.engine, "read_otherwise": otherwise},
     )
+
+
+def _write(path: Path, number: int, rows: list[Row], keeper: Keeper | None) -> None:
+    """A part, its states first: a part that is there has them."""
+    if keeper:
+        keeper.part(number, rows)
+    with atomic(path) as tmp:
+        conversations.write_part(tmp, rows)
+
+
+class _OneBehind:
+    """Does a part's writing while the next part is answered; an error of it comes at the next call, or at the end."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1)
+        self.last: Future[None] | None = None
+
+    def __enter__(self) -> "_OneBehind":
+        return self
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        if self.last:
+            self.last.result()
+        self.last = self.pool.submit(work)
+
+    def __exit__(self, kind: type[BaseException] | None, *about: object) -> None:
+        self.pool.shutdown()
+        if self.last and kind is None:
+            self.last.result()
 
 
 def _self_prompts(

@@ -137,7 +137,7 @@ class Client:
             raise SurroundingsError(f"{self.url}: an answer took more than {self.limit_s or 0:.0f} s") from e
         except (aiohttp.ClientError, OSError) as e:
             raise SurroundingsError(
-                f"{self.url}: the server broke off in the middle of an answer ({e or type(e).__name__})"
+                f"{self.url}: the server broke off in the middle of an answer ({str(e)[:WORDS] or type(e).__name__})"
             ) from e
 
 

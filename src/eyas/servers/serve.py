@@ -6,6 +6,7 @@ Reads the recipe, drafter/best and verdict.json; writes servers/NAME.log and the
 """
 
 import contextlib
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import psutil
 
 from eyas import contract
 from eyas.engines import containers, vllm
-from eyas.engines.vllm import Installed, Serving
+from eyas.engines.vllm import Installed, Keep, Serving
 from eyas.errors import SurroundingsError, UsageError
 from eyas.progress import duration, say, size
 from eyas.recipe import Resolved
@@ -63,6 +64,7 @@ def _launch(
     k: int,
     drafter: Path | None,
     port: int | None,
+    keep: Path | None = None,
 ) -> Launch:
     options = resolved.recipe.engine
     if drafter:
@@ -72,6 +74,7 @@ def _launch(
         model=resolved.target.folder.resolve(), names=(resolved.recipe.name, nonce), host=HOST,
         port=port or launch.free_port(HOST), dtype=resolved.dtype, context=resolved.target.context, drafter=drafter, k=k,
         args=tuple(options.args), env=dict(options.env), contained=containers.runtime(options.command) is not None,
+        keep=Keep(keep.resolve(), (*resolved.aux_layers, resolved.target.layers), resolved.recipe.extract.dtype) if keep else None,
     )  # fmt: skip
     env = vllm.environment(engine, serving)
     wrapper = containers.inside(options.command, env | {records.MARK: nonce}, nonce)
@@ -91,13 +94,18 @@ class Running(NamedTuple):
 
 
 @contextlib.contextmanager
-def running(resolved: Resolved, rundir: RunDir, role: str, k: int = 0) -> Iterator[Running]:
-    """A server while a stage works, with k drafts of drafter/best or (k = 0) the target alone; stopped at the end, whatever
-    happens. Raises SurroundingsError as launch.start does; one of the stage's own gets what the log of a dead server says."""
+def running(
+    resolved: Resolved, rundir: RunDir, role: str, k: int = 0, keep: Path | None = None
+) -> Iterator[Running]:
+    """A server while a stage works, with k drafts of drafter/best or (k = 0) the target alone, which keeps states in the folder
+    `keep`, if it is given (what lay there goes); stopped at the end, whatever happens. Raises SurroundingsError as launch.start does; one of the stage's own gets what the log of a dead server says."""
     clear_orphans()
     engine = vllm.find(resolved.recipe.engine.python, resolved.recipe.engine.command)
     drafter = _drafter(rundir) if k else None
-    made = _launch(resolved, rundir, engine, f"{resolved.recipe.name}-{role}", k, drafter, None)
+    made = _launch(resolved, rundir, engine, f"{resolved.recipe.name}-{role}", k, drafter, None, keep)
+    if keep:
+        shutil.rmtree(keep, ignore_errors=True)
+        keep.mkdir(parents=True)
     preflight(made, engine, resolved)
     say(
         f"  starting vLLM {engine.version} ({engine.device}), {f'k={k}' if k else 'without drafter'}; log {made.log}"
@@ -113,6 +121,25 @@ def running(resolved: Resolved, rundir: RunDir, role: str, k: int = 0) -> Iterat
         raise SurroundingsError(f"{e} The server is no longer well: {launch.explain(made)}") from e
     finally:
         records.stop(record)
+
+
+def keeps(resolved: Resolved) -> Decision:
+    """Whether states are kept in the pass that generates, and why. Raises UsageError where the recipe asks for what cannot be."""
+    engine, wanted = resolved.recipe.engine, resolved.recipe.extract.with_
+    if engine.name == "hf":
+        why: str | None = "the embedded engine reads the stored ids in a pass of its own"
+    elif engine.url:
+        why = "the server at engine.url is not eyas's own"
+    else:
+        found = vllm.find(engine.python, engine.command)
+        why = vllm.cannot_keep(found, containers.runtime(engine.command) is not None)
+    if wanted == "generate" and why:
+        raise UsageError(
+            f"extract.with is generate, and states cannot be kept: {why}. Set extract.with to auto or pass."
+        )
+    if wanted == "pass":
+        return Decision(False, "the recipe says so (extract.with)")
+    return Decision(why is None, why or f"vLLM {found.version} and eyas's plugin can (no second reading)")
 
 
 def fit_together(resolved: Resolved, count: int) -> Decision:

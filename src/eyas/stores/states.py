@@ -14,7 +14,9 @@ T tokens of a shard, L aux layers, D target width, R rows.
 
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+import struct
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +28,8 @@ from eyas.stores import tensors as tensor_files
 
 if TYPE_CHECKING:
     import torch
+
+    from eyas.stores.conversations import Row
 
 OPEN_SHARDS = 64
 HASHERS = 4  # threads; hashing releases the interpreter
@@ -58,6 +62,21 @@ class RowStates:
 def bytes_per_token(layers: int, hidden: int, aux_bytes: int, last_bytes: int) -> int:
     """Disk of one token: aux states, last state, id and top1."""
     return layers * hidden * aux_bytes + hidden * last_bytes + ID_BYTES
+
+
+def groups(rows: Sequence["Row"], limit: int, per_token: int) -> Iterator[list["Row"]]:
+    """Consecutive rows until a shard is full."""
+    group: list[Row] = []
+    size = 0
+    for row in rows:
+        need = len(row.ids) * per_token
+        if group and size + need > limit:
+            yield group
+            group, size = [], 0
+        group.append(row)
+        size += need
+    if group:
+        yield group
 
 
 def write_shard(path: Path, rows: list[RowStates], checks: dict[str, int]) -> None:
@@ -148,7 +167,7 @@ def refs(folder: Path, shards: list[dict[str, Any]]) -> list[RowRef]:
                 raise ContractError(
                     f"{path}: checksum {found[:12]}… where the manifest has {shard['sha256'][:12]}…. {AGAIN}"
                 )
-    return [row for path in paths for row in _rows_of(path)]
+    return [row for path in paths for row in rows_of(path)]
 
 
 def _hash(path: Path) -> str:
@@ -156,8 +175,24 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def _rows_of(path: Path) -> list[RowRef]:
-    """Raises ContractError where the file is truncated or its parts do not fit together."""
+def load(path: Path, name: str) -> "torch.Tensor":
+    """One whole tensor of a shard."""
+    return _opened(path).get_tensor(name)
+
+
+def replace_top1(path: Path, top1_T: "torch.Tensor") -> None:
+    """Write another top1 into a shard that no manifest names yet, in place: a kill in between is mended by doing it again."""
+    with path.open("r+b") as f:
+        (length,) = struct.unpack("<Q", f.read(8))
+        begin = json.loads(f.read(length))["top1"]["data_offsets"][0]
+        f.seek(8 + length + begin)
+        f.write(top1_T.numpy().tobytes())
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def rows_of(path: Path) -> list[RowRef]:
+    """All rows of one shard. Raises ContractError where the file is truncated or its parts do not fit together."""
     about = _about(path)
     f = _opened(path)
     edges, starts = f.get_tensor("offsets").tolist(), f.get_tensor("starts").tolist()

@@ -1,0 +1,70 @@
+"""How like two computations of the same states are: by layer, and whether a slot has moved.
+
+Aux layers carry few numbers that are thousands of times the others, in which a cosine would be blind; so errors are relative to each
+row's own size, the mean of a row taken off. Two engines that round differently part by some thousandths; a row that was taken for
+its neighbour parts by about one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.stores.states import RowStates
+
+SHIFTS = (-1, 0, 1)
+MIN_COSINE = 0.98  # mean over rows, of a layer; neighbouring rows reach 0.4 to 0.9
+
+
+def compare(pairs: list[tuple[RowStates, RowStates, range]], layers: list[int]) -> dict[str, Any]:
+    """Of (found, reference, positions): mean cosine and relative error of each layer, "last" too, and the mean cosine when
+    found is held against the reference one position earlier, at its place, and one later."""
+    names = [*map(str, layers), "last"]
+    cosine: dict[str, list[Tensor]] = {n: [] for n in names}
+    error: dict[str, list[Tensor]] = {n: [] for n in names}
+    shifted: dict[int, list[Tensor]] = {s: [] for s in SHIFTS}
+    for found, reference, positions in pairs:
+        at = torch.tensor([p for p in positions if 1 <= p < len(reference) - 2])
+        for name in names:
+            a, b = _layer(found, name, layers), _layer(reference, name, layers)
+            cosine[name].append(_cosine(a[at], b[at]))
+            error[name].append((a[at] - b[at]).norm(dim=-1) / b[at].norm(dim=-1).clamp_min(1e-9))
+            for s in SHIFTS:
+                shifted[s].append(_cosine(a[at], b[at + s]))
+    return {
+        "rows": len(pairs),
+        "positions": int(sum(len(c) for c in cosine["last"])),
+        "cosine": {n: float(torch.cat(c).mean()) for n, c in cosine.items()},
+        "relative_error": {n: float(torch.cat(e).median()) for n, e in error.items()},
+        "shifts": {str(s): float(torch.cat(c).mean()) for s, c in shifted.items()},
+    }
+
+
+def _layer(row: RowStates, name: str, layers: list[int]) -> Tensor:
+    return (row.last_TD if name == "last" else row.aux_TLD[:, layers.index(int(name))]).float()
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+    return torch.nn.functional.cosine_similarity(a, b, dim=-1)
+
+
+def differs(found: dict[str, Any]) -> str | None:
+    """Why a comparison shows that the states are not the same, or None."""
+    best = max(found["shifts"], key=lambda s: found["shifts"][s])
+    if best != "0":
+        return f"they fit best one position {'later' if best == '1' else 'earlier'} ({found['shifts'][best]:.3f} against {found['shifts']['0']:.3f} in place)"
+    worst = min(found["cosine"], key=lambda n: found["cosine"][n])
+    if not found["cosine"][worst] >= MIN_COSINE:
+        return f"layer {worst} has a mean cosine of {found['cosine'][worst]:.3f} (need {MIN_COSINE})"
+    return None
+
+
+def shown(found: dict[str, Any]) -> str:
+    """One line for the screen."""
+    errors = found["relative_error"].values()
+    beside = max(found["shifts"]["-1"], found["shifts"]["1"])
+    return (
+        f"cosine at least {min(found['cosine'].values()):.4f} by layer, relative error {min(errors):.1g} to {max(errors):.1g}; "
+        f"one position beside: {beside:.2f} ({found['positions']:,} positions)"
+    )
