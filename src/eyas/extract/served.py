@@ -180,7 +180,7 @@ def _count(
         top1_T[some[~known]] = top[~known].to(top1_T.dtype)
         counts.update(
             positions=int(known.sum()),
-            head_agrees=int((known & ~differs).sum()),
+            head_agrees=int((known & (~differs | near)).sum()),
             disk_differs=int((differs & ~near).sum()),
             disk_near_ties=int((differs & near).sum()),
         )

@@ -7,6 +7,7 @@ A server that dies, never answers, or turns out to be another's gives one messag
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -31,6 +32,12 @@ POLL_S = 0.5
 ASK_S = 5.0
 READY_S = 1800.0
 LAST_LINES = 12
+ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): \S.*")
+SECOND_HAND = (
+    "EngineDeadError",
+    "See root cause above",
+    "See stack trace",
+)  # errors that only point at another
 
 
 @dataclass(frozen=True)
@@ -184,13 +191,17 @@ def _is_ours(launch: Launch) -> bool:
 
 
 def explain(launch: Launch) -> str:
-    """What the log says: a known fault with what to do, or its last lines."""
+    """What the log says: a known fault with what to do, the last error that is not about another one, or its last lines."""
     text = launch.log.read_text(encoding="utf-8", errors="replace")
     for sign in launch.faults:
         if sign.text in text:
             line = next(line for line in text.splitlines()[::-1] if sign.text in line)
             return f"{sign.meaning}. It said: {' '.join(line.split())[-300:]} (log: {launch.log})"
-    last = "\n    ".join([line for line in text.splitlines() if line.strip()][-LAST_LINES:])
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if ERROR.search(line) and not any(w in line for w in SECOND_HAND)]
+    if errors:
+        return f"it said: {ERROR.search(errors[-1]).group()[:300]} (log: {launch.log})"  # type: ignore[union-attr]
+    last = "\n    ".join(lines[-LAST_LINES:])
     return (
         f"its last words (log: {launch.log}):\n    {last}"
         if last
