@@ -34,6 +34,11 @@ def rounds(work: dict[str, Callable[[], int]], count: int) -> dict[str, list[flo
 
 def report(name: str, baseline: str, rates: dict[str, list[float]], settings: dict[str, Any]) -> None:
     """Print medians and ratios of paired rounds, and write docs/results/NAME.json."""
+    write(name, {"baseline": baseline, "rows": table(baseline, rates), "settings": settings})
+
+
+def table(baseline: str, rates: dict[str, list[float]]) -> dict[str, Any]:
+    """Print medians and ratios of paired rounds, and return them."""
     print(f"{'':<28}{'tokens/s':>10}{'ratio':>8}   range of paired ratios")
     rows = {}
     for candidate, values in rates.items():
@@ -47,8 +52,13 @@ def report(name: str, baseline: str, rates: dict[str, list[float]], settings: di
         print(
             f"{candidate:<28}{row['tokens_per_s']:>10.1f}{row['ratio']:>8.3f}   {min(ratios):.3f} to {max(ratios):.3f}"
         )
+    return rows
+
+
+def write(name: str, figures: dict[str, Any]) -> None:
+    """docs/results/NAME.json: figures, version, machine, date."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    body = {"benchmark": name, "baseline": baseline, "rows": rows, "settings": settings}
+    body = {"benchmark": name, **figures}
     body |= {"eyas": __version__, "machine": machine(), "date": time.strftime("%Y-%m-%d")}
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
