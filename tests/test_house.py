@@ -22,7 +22,7 @@ LAYERS = [
     {"drafter"},
     {"engines"},
     {"schema"},
-    {"recipe", "rundir"},
+    {"recipe", "rundir", "profiles"},
     {"servers"},
     {"fetch", *STAGES},
     {"pipeline"},
@@ -68,7 +68,8 @@ def test_help_loads_no_heavy_library():
 COMMON = ["--json", "--run", "--set", "recipe"]
 FROZEN = {
     "run": [*COMMON, "--from", "--until"],
-    **{name: COMMON for name in ("plan", "generate", "extract", "train", "verdict", "report")},
+    **{name: COMMON for name in ("generate", "extract", "train", "verdict", "report")},
+    "plan": [*COMMON, "--profile"],
     "bench": [*COMMON, "--url", "--baseline"],
     "check": [*COMMON, "--target"],
     "fetch": ["name", "--models", "--json"],

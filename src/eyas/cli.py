@@ -15,7 +15,6 @@ from eyas import __version__
 from eyas.errors import EyasError
 
 STAGE_HELP = {
-    "plan": "What a run will cost: tokens, disk, memory, time.",
     "generate": "Prompts to conversations, answered by the target itself.",
     "extract": "Conversations to hidden states of the target.",
     "train": "States to a drafter, with replayed acceptance per epoch.",
@@ -86,6 +85,23 @@ def _stage_verb(name: str) -> None:
 
 for _name in STAGE_HELP:
     _stage_verb(_name)
+
+
+@eyas.command()
+@common
+@click.option(
+    "--profile",
+    is_flag=True,
+    help="Measure what drafting costs, with an untrained drafter, at the recipe's loads and k.",
+)
+def plan(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool, profile: bool) -> None:
+    """What a run will cost: tokens, disk, memory, time; and what acceptance would pay for drafting."""
+    from eyas import pipeline
+
+    if profile:
+        emit(pipeline.profile(recipe, sets, folder), as_json)
+    else:
+        emit(pipeline.run_one("plan", recipe, sets, folder), as_json)
 
 
 @eyas.command()

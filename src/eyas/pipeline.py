@@ -322,6 +322,26 @@ def run(
         return {stage.name: work(stage, resolved, rundir) for stage in STAGES[: end + 1]}
 
 
+def profile(word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, Any]:
+    """The plan, and what drafting will cost, measured with an untrained drafter; profile.json under "profile"."""
+    from eyas import profiles
+    from eyas.bench import profile as profiling
+    from eyas.generate import prompts
+
+    plan = run_one("plan", word, sets, folder)
+    resolved, rundir, _ = open_run(word, sets, folder)
+    if not resolved.target.files:
+        raise UsageError(
+            f"plan --profile: {resolved.target.folder} is not on this machine, and it must be served to be measured."
+        )
+    with rundir.lock(), interrupt.patient(), surroundings("plan"):
+        say("profile: the target plain, and with an untrained drafter of the recipe's shape")
+        found = profiling.run(resolved, rundir, prompts.read(resolved.recipe.prompts)[0])
+        for line in profiles.lines(found):
+            say(f"  {line}")
+    return plan | {"profile": found}
+
+
 def run_one(name: str, word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, Any]:
     """One stage by itself; what it needs must be there and fresh."""
     resolved, rundir, values = open_run(word, sets, folder)

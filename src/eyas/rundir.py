@@ -1,7 +1,7 @@
 """The run folder: where each artifact lies, how it is written, and what it was made from.
 
     recipe.yaml  resolved.json (value, source, reason)  run.json (stages, versions, seconds, rates)
-    plan.json  profile.json
+    plan.json  profile.json (eyas plan --profile)  profile/
     conversations/part-*.parquet manifest.json quarantine.jsonl
     states/shard-*.safetensors manifest.json
     train/steps.jsonl  train/state/  train/evals.jsonl  train/manifest.json
@@ -100,7 +100,7 @@ class Output(NamedTuple):
 
 
 OUTPUTS = {
-    "plan": Output("plan.json", ("plan.json", "profile.json")),
+    "plan": Output("plan.json", ("plan.json",)),
     "generate": Output("conversations/manifest.json", ("conversations",)),
     "extract": Output("states/manifest.json", ("states",)),
     "train": Output("train/manifest.json", ("train", "drafter")),

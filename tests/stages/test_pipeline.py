@@ -30,7 +30,6 @@ def test_every_stage_leaves_what_the_run_folder_promises(finished):
         "resolved.json",
         "run.json",
         "plan.json",
-        "profile.json",
         "conversations/manifest.json",
         "conversations/quarantine.jsonl",
         "states/manifest.json",

@@ -94,7 +94,12 @@ class Session:
         write_json(path, made.as_json())
 
     def measure(self, places: Sequence[Place], numbers: Iterable[int]) -> None:
-        """All loads of these rounds on these servers, which take turns in being first; then probes and sampled answers."""
+        """All loads of these rounds, then probes and sampled answers."""
+        self.loads(places, numbers)
+        self.extras(places)
+
+    def loads(self, places: Sequence[Place], numbers: Iterable[int]) -> None:
+        """All loads of these rounds on these servers, which take turns in being first."""
         numbers = list(numbers)
         by_k = {p.k: p for p in places}
         total = len(numbers) * len(self.options.concurrency) * len(places)
@@ -106,6 +111,9 @@ class Session:
                         if not path.is_file():
                             self._one(path, by_k[k], self._load(concurrency), number)
                         progress.add(1, note=f"k={k}, {concurrency} at once")
+
+    def extras(self, places: Sequence[Place]) -> None:
+        """Probes, and the sampled answers."""
         for place in places:
             path = self.folder / f"k{place.k}-probes.json"
             if not path.is_file():
@@ -168,14 +176,24 @@ class Session:
             for r in round_.requests
         ]
 
+    def _rounds(
+        self, ks: Sequence[int]
+    ) -> tuple[dict[tuple[int, int], list[Round]], dict[tuple[int, int], Counted]]:
+        """By (load, k): the rounds, and what the servers counted in them."""
+        rounds = {(c, k): self.read(k, c) for c in self.options.concurrency for k in (0, *ks)}
+        return rounds, {at: c for at, rs in rounds.items() if at[1] and (c := _counted(rs, at[1]))}
+
+    def figures(self, ks: Sequence[int], confidence: float) -> list[dict[str, Any]]:
+        """measure.cells of what was measured."""
+        rounds, counted = self._rounds(ks)
+        walls = {at: sum(r.wall_s for r in rs) for at, rs in rounds.items()}
+        return measure.cells(self.requests(ks), confidence, walls, counted)
+
     def cells(self, ks: Sequence[int], confidence: float) -> list[dict[str, Any]]:
         """One record per load and k: measure.cells, and what the servers' counters, probes and comparisons add."""
-        places = [(c, k) for c in self.options.concurrency for k in (0, *ks)]
-        rounds = {(c, k): self.read(k, c) for c, k in places}
-        walls = {at: sum(r.wall_s for r in rs) for at, rs in rounds.items()}
-        counted = {at: c for at, rs in rounds.items() if at[1] and (c := _counted(rs, at[1]))}
+        rounds, counted = self._rounds(ks)
         judged = read_json(self.folder / "same.json")
-        found = measure.cells(self.requests(ks), confidence, walls, counted)
+        found = self.figures(ks, confidence)
         for cell in found:
             k, c = cell["k"], cell["concurrency"]
             foreign = {name: _foreign(rounds[c, n]) for name, n in (("baseline", 0), ("drafter", k))}

@@ -1,7 +1,8 @@
 """plan: what this run will cost, before it costs it: tokens, disk, memory and time.
 
 Reads the recipe, the target's facts and the prompts; measures this machine's rates where the target is here, and takes
-target.facts and its rates where it is not. Writes profile.json (rates) and plan.json.
+target.facts and its rates where it is not. Writes plan.json. What drafting
+costs is measured by bench/profile.py (eyas plan --profile).
 
     eyas plan RECIPE
 """
@@ -17,7 +18,7 @@ from eyas.contract import Norms, for_target
 from eyas.errors import SurroundingsError
 from eyas.progress import duration, say, size
 from eyas.recipe import Resolved
-from eyas.rundir import RunDir, write_json
+from eyas.rundir import RunDir
 from eyas.schema import FactsSection
 from eyas.stores import states
 
@@ -41,7 +42,7 @@ def run(resolved: Resolved, rundir: RunDir, prompts: list[Any]) -> dict[str, Any
     _print_counts(counts, disk, free, state_bytes(resolved))
     if here:
         _refuse_what_does_not_fit(resolved, rundir, counts, disk, free)
-        rates = _measured(resolved, rundir, counts)
+        rates = _measured(resolved, counts)
     else:
         rates = {name: getattr(facts.rates, name) if facts else None for name in RATES}
     seconds = _seconds(resolved, counts, rates)
@@ -160,13 +161,11 @@ def _what_fits(resolved: Resolved, counts: dict[str, int], disk: dict[str, int],
     )
 
 
-def _measured(resolved: Resolved, rundir: RunDir, counts: dict[str, int]) -> dict[str, float | None]:
+def _measured(resolved: Resolved, counts: dict[str, int]) -> dict[str, float | None]:
     from eyas.plan import measure  # loads torch and the model: only once the disk is known to do
 
     say("  measuring this machine's rates …")
-    rates = measure.rates(resolved, min(counts["prompt_tokens_each"], MEASURED_PROMPT))
-    write_json(rundir / "profile.json", {"device": resolved.device, "dtype": resolved.dtype, "rates": rates})
-    return rates
+    return measure.rates(resolved, min(counts["prompt_tokens_each"], MEASURED_PROMPT))
 
 
 def _memory(resolved: Resolved) -> dict[str, int]:

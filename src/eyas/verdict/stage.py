@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from eyas import profiles
 from eyas.causes import why_apart
 from eyas.progress import say
 from eyas.recipe import Resolved
@@ -18,6 +19,7 @@ from eyas.schema import VerdictSection
 TAU_AGREES = {"hf": 0.03}  # replayed against served, embedded engine
 TAU_AGREES_SERVED = 0.05
 SPEED_AGREES = 0.10  # predicted against measured
+COST_AGREES = 0.10  # of drafting, foretold against measured
 
 
 def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
@@ -25,10 +27,34 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     train = rundir.manifest("train")
     facts = {"supervised_tokens": train["supervised_tokens"], "parent": train["parent"]}
     body = decide(rundir.manifest("bench"), resolved.recipe.verdict, facts)
+    if profile := profiles.read(rundir, resolved):
+        body["profile"], said = _foretold(body["cells"], profile)
+        body["reasons"] += said
     body["drafter"] = str(read_json(rundir / "drafter" / "best" / "metrics.json")["epoch"])
     verdict = rundir.finish("verdict", body)
     show(verdict)
     return verdict
+
+
+def _foretold(
+    cells: Sequence[dict[str, Any]], profile: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The cost of drafting with the trained drafter beside that which the profile found with an untrained one."""
+    before = {(c.concurrency, c.k): c.C for c in profiles.costs(profile)}
+    rows = [
+        {"k": c["k"], "concurrency": c["concurrency"], "C": c["C"]["value"], "C_profile": before[at]}
+        for c in cells
+        if c["C"] and not c["refused"] and (at := (c["concurrency"], c["k"])) in before
+    ]
+    if not rows:
+        return [], []
+    far = max(rows, key=lambda r: abs(r["C_profile"] / r["C"] - 1))
+    gap = abs(far["C_profile"] / far["C"] - 1)
+    within = "within" if gap <= COST_AGREES else "NOT within"
+    return rows, [
+        f"the profile before training foretold the cost of drafting {within} {COST_AGREES:.0%} (at most {gap:.1%} apart: {_where(far)}, "
+        f"{far['C_profile']:.2f} foretold, {far['C']:.2f} measured)"
+    ]
 
 
 def show(verdict: dict[str, Any]) -> None:
