@@ -28,6 +28,7 @@ engine-vllm: setup
 
 demo-vllm: engine-vllm
 	@$(BIN)/eyas fetch smollm2-135m
+	@$(BIN)/eyas plan smollm2-135m-vllm --profile
 	@$(BIN)/eyas run smollm2-135m-vllm
 
 test-engines: engine-vllm

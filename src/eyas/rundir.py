@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from eyas.errors import StaleError, SurroundingsError, UsageError
 
-FORMAT = 3  # 3: cells have a load, conversations a text; 2: train names its parent, conversations their prompt keys
+FORMAT = 4  # 4: extract says how its states came; 3: cells have a load, conversations a text; 2: train names its parent, conversations their prompt keys
 TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")  # as tempfile names them, with our prefix
 
 

@@ -16,7 +16,7 @@ from eyas.engines import containers, vllm
 from eyas.errors import ContractError, SurroundingsError, UsageError
 from eyas.extract import embedded, served
 from eyas.extract.head import checker_of
-from eyas.progress import say
+from eyas.progress import duration, say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir
 from eyas.stores import conversations
@@ -38,6 +38,8 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
         say(f"  {way.reason}")
     found = WAYS[way.value](resolved, rundir, rows, checker_of(resolved))
     agreement = _judge(found.counts)
+    tokens = sum(len(r.ids) for r in rows)
+    saved = _saved(rundir, tokens) if way.value == "generate" else None
     folder = rundir / "states"
     manifest = rundir.finish(
         "extract",
@@ -46,7 +48,8 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
             "with": "generate" if way.value == "generate" else "pass",
             "reason": way.reason,
             "aux_layers": resolved.aux_layers,
-            "tokens": sum(len(r.ids) for r in rows),
+            "tokens": tokens,
+            "saved_s": saved,
             "bytes": sum((folder / s["file"]).stat().st_size for s in found.shards),
             "checks": dict(found.counts) | agreement | found.likeness,
             "rates": {"tokens_per_s": found.made / found.seconds if found.made else None},
@@ -55,6 +58,16 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     for leftover in (folder / "steps", rundir / str(served.KEPT)):
         shutil.rmtree(leftover, ignore_errors=True)
     return manifest
+
+
+def _saved(rundir: RunDir, tokens: int) -> float | None:
+    """Seconds that a second reading would have taken, at the rate of the embedded engine that plan measured."""
+    rate = rundir.manifest("plan")["rates"]["pass_tokens_per_s"] if rundir.finished("plan") else None
+    if rate:
+        say(
+            f"  a second reading of the {tokens:,} tokens would have taken the embedded engine some {duration(tokens / rate)}"
+        )
+    return tokens / rate if rate else None
 
 
 def choose(resolved: Resolved, rundir: RunDir) -> Decision:

@@ -220,9 +220,9 @@ def _print_seconds(seconds: dict[str, float | None], origin: str) -> None:
 
 
 def _print_savings(state_bytes_all: int, extract_s: float | None) -> None:
-    """What two ways that this version does not have yet would change."""
+    """What would make them smaller, or spare their second reading."""
     saved = f" and the {duration(extract_s)} of extract" if extract_s else ""
     say(
-        f"  not in this version: states in fp8 would take {size(state_bytes_all / 2)}; keeping them while generating "
-        f"(one pass) would save the second reading of every token{saved}"
+        f"  states in fp8, which this version does not have, would take {size(state_bytes_all / 2)}; with engine.name vllm they are "
+        f"kept while generating (one pass), which saves the second reading of every token{saved}"
     )

@@ -79,6 +79,7 @@ def _checks(made: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
             "states",
             f"head(norm(last state)) has the target's argmax at {checks['head_agreement']:.3%} of {checks['positions']:,} positions",
         ),
+        ("how they came", _came(states)),
         (
             "draft vocabulary",
             f"{vocabulary['size']:,} ids cover {vocabulary['coverage']:.2%} of the supervised tokens",
@@ -97,6 +98,23 @@ def _checks(made: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
                 f"{checks['greedy_near_ties']} near ties apart",
             ),
         )
+    return out
+
+
+def _came(states: dict[str, Any]) -> str:
+    """One pass or two, what one saved, and how like the states are to other computations of them."""
+    out = states["reason"]
+    if states["saved_s"]:
+        out += f"; a second reading would have taken the embedded engine some {duration(states['saved_s'])}"
+    names = {
+        "against_embedded": "against the embedded engine", "decoded_against_prefilled": "decoded against prefilled",
+        "together_against_alone": "together against alone",
+    }  # fmt: skip
+    for key, name in names.items():
+        if found := states["checks"].get(key):
+            out += (
+                f". {name[0].upper()}{name[1:]}: cosine at least {min(found['cosine'].values()):.4f} by layer"
+            )
     return out
 
 
