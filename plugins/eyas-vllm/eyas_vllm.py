@@ -141,7 +141,7 @@ class Keeper:
 
     def step(self, runner, scheduled):
         """Keep the tagged requests' rows of the step that was just launched."""
-        rows, requests, places = self.wanted(runner, scheduled)
+        requests, places, starts = self.wanted(runner, scheduled)
         if not requests or self.log.failed:
             return
         state = runner.execute_model_state
@@ -152,7 +152,9 @@ class Keeper:
         last = state.aux_hidden_states[-1][:n]
         ids = runner.input_ids.gpu[:n] if hasattr(runner.input_ids, "gpu") else runner.input_ids[:n]
         top1 = state.logits.argmax(-1).to(torch.int32)
-        if len(rows) != n:
+        kept = sum(count for _, _, count in requests)
+        if kept != n:  # somebody else's requests are in the batch
+            rows = [at + i for at, (_, _, count) in zip(starts, requests, strict=True) for i in range(count)]
             index = torch.tensor(rows, device=aux.device)
             aux, last, ids = aux[index], last[index], ids[index]
         if len(places) != len(top1):
@@ -164,34 +166,31 @@ class Keeper:
             last.clone(),
         ]  # copies: the engine's own buffers are used again
         sizes = [p.numel() * p.element_size() for p in parts]
-        starts, total = [], 0
+        offsets, total = [], 0
         for size in sizes:
-            starts.append(total)
+            offsets.append(total)
             total += -(-size // ALIGN) * ALIGN
         place = self.ring.take(total)
-        event = self.copy(parts, [place + s for s in starts])
-        header = json.dumps({"rows": len(rows), "requests": requests}).encode()
-        self.ring.put(
-            (event, header, [(place + s, size) for s, size in zip(starts, sizes, strict=True)]), place, total
-        )
+        event = self.copy(parts, [place + o for o in offsets])
+        spans = [(place + o, size) for o, size in zip(offsets, sizes, strict=True)]
+        self.ring.put((event, {"rows": kept, "requests": requests}, spans))
 
     def wanted(self, runner, scheduled):
-        """Rows of the step that are kept, their requests as [row name, position, count], and those requests' places in the batch."""
+        """Requests that are kept as [row name, position, count], their places in the batch, and where their rows begin in it."""
         cached = scheduled.scheduled_cached_reqs
         begun = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         begun.update((new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs)
-        rows: list = []
-        requests, places, at = [], [], 0
+        requests, places, starts, at = [], [], [], 0
         for place, request in enumerate(runner.input_batch.req_ids):
             count = scheduled.num_scheduled_tokens.get(request, 0)
             params = runner.requests[request].sampling_params
             name = ((params and params.extra_args) or {}).get(ROW)
             if name is not None and count:
-                rows.extend(range(at, at + count))
+                starts.append(at)
                 requests.append([name, begun[request], count])
                 places.append(place)
             at += count
-        return rows, requests, places
+        return requests, places, starts
 
     def copy(self, parts, offsets):
         torch, buffer = self.torch, self.ring.buffer
@@ -216,7 +215,8 @@ class Keeper:
 
     def drain(self):
         while True:
-            event, header, spans = self.ring.get()
+            event, about, spans = self.ring.get()
+            header = json.dumps(about).encode()
             if event is not None:
                 event.synchronize()
             memory = memoryview(self.ring.buffer.numpy())
@@ -257,7 +257,7 @@ class Ring:
             return newest if len(self.buffer) - newest >= size else 0 if oldest >= size else None
         return newest if oldest - newest >= size else None
 
-    def put(self, item, place, size):
+    def put(self, item):
         with self.changed:
             self.full.append(item)
             self.changed.notify_all()

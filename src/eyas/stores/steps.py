@@ -51,6 +51,7 @@ class Steps:
         self.folder = folder
         self.about: dict[str, Any] = {}
         self.pieces: dict[str, list[Piece]] = {}
+        self.ends: dict[str, int] = {}  # of each row, the position after the last that was read
         self.files: dict[Path, _File] = {}
 
     @classmethod
@@ -117,6 +118,7 @@ class Steps:
         for place, (row, position, count) in enumerate(about["requests"]):
             piece = Piece(path, begin, about["rows"], len(about["requests"]), first, place, position, count)
             self.pieces.setdefault(row, []).append(piece)
+            self.ends[row] = max(self.ends.get(row, 0), position + count)
             file.rows.add(row)
             first += count
 
@@ -143,7 +145,7 @@ class Steps:
 
     def _covers(self, row: str, length: int) -> bool:
         """Records come in order, so a row is there when its last position is; a gap before it is found when it is put together."""
-        return any(p.position <= length - 1 < p.position + p.length for p in self.pieces.get(row, ()))
+        return self.ends.get(row, 0) >= length
 
     def row(self, row: str, ids: list[int], start: int, length: int) -> RowStates:
         """States of a row's first `length` positions; zeros, and no top1, after them. start: of the completion.
@@ -192,6 +194,7 @@ class Steps:
         """Drop rows, and the files in which no other row is left and to which nothing more is written."""
         for row in rows:
             self.pieces.pop(row, None)
+            self.ends.pop(row, None)
         newest = {path.name.split("-")[1]: path for path in sorted(self.files)}
         for path, file in list(self.files.items()):
             file.rows.difference_update(rows)
