@@ -214,6 +214,9 @@ def _beside(resolved: Resolved, paths: list[Path]) -> dict[str, Any]:
         say(f"  states were not compared with the embedded engine's: {why}")
         return {"against_embedded": None}
     found = likeness.compare([_pair(engine, ref) for ref in _some(paths)], resolved.aux_layers)
+    if found is None:
+        say("  states were not compared with the embedded engine's: no row is long enough")
+        return {"against_embedded": None}
     if wrong := likeness.differs(found):
         raise ContractError(
             f"states: {wrong}, against the embedded engine on the same ids. Training on them would be silently wrong."

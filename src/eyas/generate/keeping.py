@@ -2,7 +2,8 @@
 
     conversations/steps/                          what the engine writes; gone when the part's shards are written
     conversations/states/part-00000-000.safetensors   shards of a part's rows, written before the part itself
-                         kept.json                    what was kept and how like the engine's own second reading it is
+                         likeness.json                how like the engine's own second reading of the first part they are
+                         kept.json                    what was kept, once all is
 
 extract checks the shards and takes them over. The last token of an answer is never read by the engine, so its states are zeros;
 nothing reads them (drafter/batch.py).
@@ -15,13 +16,13 @@ from eyas.errors import ContractError
 from eyas.generate.answering import Server
 from eyas.progress import say
 from eyas.recipe import Resolved
-from eyas.rundir import RunDir, atomic, write_json
+from eyas.rundir import RunDir, atomic, read_json, write_json
 from eyas.servers import reading
 from eyas.stores import likeness, states
 from eyas.stores.conversations import Row
 from eyas.stores.states import RowStates
 
-KEPT = "kept.json"
+KEPT, LIKENESS = "kept.json", "likeness.json"
 AGAIN_ROWS = 4  # read a second time, alone and together
 
 
@@ -34,7 +35,8 @@ class Keeper:
         self.steps = server.steps
         self.folder = rundir / "conversations" / "states"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.again: dict[str, Any] = {}
+        seen = self.folder / LIKENESS
+        self.again: dict[str, Any] = read_json(seen) if seen.is_file() else {}
 
     def part(self, number: int, rows: list[Row]) -> None:
         """Write a part's shards. Raises SurroundingsError where states did not come, ContractError where they are others."""
@@ -49,6 +51,7 @@ class Keeper:
                 states.write_shard(tmp, found, {})
         if not self.again:
             self.again = self._read_again(rows)
+            write_json(self.folder / LIKENESS, self.again)
         self.steps.forget(list(lengths))
 
     def _row(self, row: Row) -> RowStates:
@@ -71,6 +74,8 @@ class Keeper:
             ),
         }
         for name, one in found.items():
+            if one is None:  # answers of a token or two
+                continue
             said = f"states {name.replace('_', ' ')}"
             if wrong := likeness.differs(one):
                 raise ContractError(

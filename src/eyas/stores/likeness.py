@@ -16,9 +16,9 @@ SHIFTS = (-1, 0, 1)
 MIN_COSINE = 0.98  # mean over rows, of a layer; neighbouring rows reach 0.4 to 0.9
 
 
-def compare(pairs: list[tuple[RowStates, RowStates, range]], layers: list[int]) -> dict[str, Any]:
+def compare(pairs: list[tuple[RowStates, RowStates, range]], layers: list[int]) -> dict[str, Any] | None:
     """Of (found, reference, positions): mean cosine and relative error of each layer, "last" too, and the mean cosine when
-    found is held against the reference one position earlier, at its place, and one later."""
+    found is held against the reference one position earlier, at its place, and one later; None where no position is left."""
     names = [*map(str, layers), "last"]
     cosine: dict[str, list[Tensor]] = {n: [] for n in names}
     error: dict[str, list[Tensor]] = {n: [] for n in names}
@@ -31,6 +31,8 @@ def compare(pairs: list[tuple[RowStates, RowStates, range]], layers: list[int]) 
             error[name].append((a[at] - b[at]).norm(dim=-1) / b[at].norm(dim=-1).clamp_min(1e-9))
             for s in SHIFTS:
                 shifted[s].append(_cosine(a[at], b[at + s]))
+    if not sum(len(c) for c in cosine["last"]):
+        return None
     return {
         "rows": len(pairs),
         "positions": int(sum(len(c) for c in cosine["last"])),

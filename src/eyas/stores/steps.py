@@ -127,10 +127,12 @@ class Steps:
 
         Raises SurroundingsError when the engine has stopped keeping states, or nothing was added for `stall_s` seconds.
         """
-        began = time.monotonic()
+        began, size = time.monotonic(), 0
         while lacking := {row for row, n in lengths.items() if not self._covers(row, n)}:
-            if self.poll():
-                began = time.monotonic()
+            self.poll()
+            written = sum(path.stat().st_size for path in self.folder.glob("steps-*.log"))
+            if written != size:  # also half a record: a slow disk is no fault
+                began, size = time.monotonic(), written
             elif not self.ready():
                 raise SurroundingsError(
                     f"{self.folder}: the engine has stopped keeping states; its log says why (a full disk?). What was finished is "
@@ -140,8 +142,7 @@ class Steps:
                 raise SurroundingsError(
                     f"{self.folder}: the states of {len(lacking)} answers did not come in {stall_s:.0f} s. Look at the server's log."
                 )
-            else:
-                time.sleep(POLL_S)
+            time.sleep(POLL_S)
 
     def _covers(self, row: str, length: int) -> bool:
         """Records come in order, so a row is there when its last position is; a gap before it is found when it is put together."""
