@@ -128,6 +128,22 @@ def test_what_was_kept_of_other_layers_is_not_taken(finished, fake_vllm, tmp_pat
         )
 
 
+def test_layers_that_change_while_generate_is_unfinished_are_not_mixed(
+    finished, fake_vllm, tmp_path, monkeypatch, capsys
+):
+    from eyas.generate import answering
+
+    monkeypatch.setattr(answering, "WAVES", 1)
+    broken = "engine.env={FAKE_REAL: '1', FAKE: full disk, FAKE_AFTER: '24'}"
+    with pytest.raises(SurroundingsError):
+        run(finished, fake_vllm, tmp_path / "run", broken, last="generate")
+    assert list((tmp_path / "run" / "conversations" / "states").glob("part-00000-*"))
+    made = run(finished, fake_vllm, tmp_path / "run", "target.aux_layers=[0, 2]")
+    assert "parts were answered without keeping states" in capsys.readouterr().err
+    assert made["extract"]["with"] == "pass" and made["extract"]["aux_layers"] == [0, 2]
+    assert made["extract"]["checks"]["against_embedded"]["shifts"]["0"] > 0.999
+
+
 def test_a_version_that_the_plugin_does_not_know_is_said(finished, fake_vllm, tmp_path, monkeypatch, capsys):
     from eyas.engines import vllm
 

@@ -3,7 +3,8 @@
     conversations/steps/                          what the engine writes; gone when the part's shards are written
     conversations/states/part-00000-000.safetensors   shards of a part's rows, written before the part itself
                          likeness.json                how like the engine's own second reading of the first part they are
-                         kept.json                    what was kept, once all is
+                         settings.json                layers and types; shards of others are thrown away
+                         kept.json                    the same, once all parts are kept
 
 extract checks the shards and takes them over. The last token of an answer is never read by the engine, so its states are zeros;
 nothing reads them (drafter/batch.py).
@@ -22,7 +23,7 @@ from eyas.stores import likeness, states
 from eyas.stores.conversations import Row
 from eyas.stores.states import RowStates
 
-KEPT, LIKENESS = "kept.json", "likeness.json"
+KEPT, LIKENESS, SETTINGS = "kept.json", "likeness.json", "settings.json"
 AGAIN_ROWS = 4  # read a second time, alone and together
 
 
@@ -34,7 +35,16 @@ class Keeper:
         assert server.steps is not None
         self.steps = server.steps
         self.folder = rundir / "conversations" / "states"
+        self.settings = {
+            "aux_layers": resolved.aux_layers,
+            "dtype": resolved.dtype,
+            "aux_dtype": resolved.recipe.extract.dtype,
+        }
+        begun = self.folder / SETTINGS
+        if begun.is_file() and read_json(begun) != self.settings:
+            shutil.rmtree(self.folder)  # kept of other layers, before a kill: they must not be mixed
         self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(begun, self.settings)
         seen = self.folder / LIKENESS
         self.again: dict[str, Any] = read_json(seen) if seen.is_file() else {}
 
@@ -108,11 +118,5 @@ class Keeper:
             return
         write_json(
             self.folder / KEPT,
-            {
-                "aux_layers": self.resolved.aux_layers,
-                "dtype": self.resolved.dtype,
-                "aux_dtype": self.resolved.recipe.extract.dtype,
-                "engine": self.server.engine,
-                "likeness": self.again,
-            },
+            {**self.settings, "engine": self.server.engine, "likeness": self.again},
         )
