@@ -73,7 +73,7 @@ def take(resolved: Resolved, rundir: RunDir, rows: list[Row], checker: Checker) 
             interrupt.safe_place()
             if (source / name).is_file():
                 (source / name).replace(folder / name)
-            counts += check(folder / name, by_id, checker, resolved.device)
+            counts.update(check(folder / name, by_id, checker, resolved.device))
             refs = states.rows_of(folder / name)
             seen.update(r.row_id for r in refs)
             paths.append(folder / name)
@@ -111,7 +111,7 @@ def read_again(resolved: Resolved, rundir: RunDir, rows: list[Row], checker: Che
             paths.append(path)
     seconds = time.perf_counter() - began
     for path in paths:
-        counts += check(path, by_id, checker, resolved.device)
+        counts.update(check(path, by_id, checker, resolved.device))
     return Extracted(_described(paths), counts, _beside(resolved, paths), made, seconds)
 
 
@@ -155,7 +155,7 @@ def check(path: Path, rows: dict[str, Row], checker: Checker, device: str) -> Co
             raise ContractError(
                 f"row {ref.row_id} (prompt {row.prompt_id}): its states are not finite. Try --set target.dtype=float32."
             )
-        counts += _count(ref, one.last_TD, row, filled[ref.begin : ref.end], checker, device)
+        counts.update(_count(ref, one.last_TD, row, filled[ref.begin : ref.end], checker, device))
     if not torch.equal(filled, before):
         states.replace_top1(path, filled)
     return counts
