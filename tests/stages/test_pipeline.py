@@ -125,7 +125,7 @@ def test_a_run_of_another_version_is_refused_and_can_begin_anew(recipe_file, fin
         old = read_json(folder / name) | {"format": 1}
         (folder / name).write_text(json.dumps(old))
     with pytest.raises(
-        UsageError, match=r"another version of eyas \(format 1, this one has 3\).*--from plan"
+        UsageError, match=r"another version of eyas \(format 1, this one has 4\).*--from plan"
     ):
         pipeline.run(str(recipe_file), (), str(folder))
     pipeline.run(str(recipe_file), (), str(folder), "plan", "generate")
