@@ -129,7 +129,7 @@ def test_a_run_of_another_version_is_refused_and_can_begin_anew(recipe_file, fin
     ):
         pipeline.run(str(recipe_file), (), str(folder))
     pipeline.run(str(recipe_file), (), str(folder), "plan", "generate")
-    assert RunDir(folder).manifest("plan")["format"] == 3
+    assert RunDir(folder).manifest("plan")["format"] == 4
 
 
 def test_a_changed_prompt_file_makes_its_answers_stale(recipe_file, tmp_path, prompt_file):
