@@ -36,7 +36,9 @@ def test_states_of_one_pass_are_those_of_the_embedded_engine(finished, fake_vllm
     assert made["extract"]["with"] == "generate" and made["extract"]["checks"]["greedy_agreement"] == 1.0
     checks = made["extract"]["checks"]
     assert checks["head_agreement"] == 1.0 and checks["positions"] > 100
-    assert checks["disk_differs"] == checks["greedy_near_ties"] == 0  # named, though there are none: the report shows them
+    assert (
+        checks["disk_differs"] == checks["greedy_near_ties"] == 0
+    )  # named, though there are none: the report shows them
     assert set(checks) >= {"decoded_against_prefilled", "together_against_alone", "against_embedded"}
     assert (
         max(checks["against_embedded"]["relative_error"].values()) < 0.01
