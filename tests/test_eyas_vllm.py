@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import sys
 import threading
 import time
 import tomllib
@@ -59,7 +60,12 @@ def run(runner, *steps):
 
 def test_without_its_variables_it_does_nothing(monkeypatch):
     monkeypatch.delenv("EYAS_STATES_DIR", raising=False)
-    fresh().register()  # there is no vLLM here to import
+    before = set(sys.modules)
+    fresh().register()
+    assert not {m for m in set(sys.modules) - before if m.split(".")[0] in ("vllm", "torch")}
+    monkeypatch.setenv("EYAS_STATES_DIR", "/anywhere")
+    with pytest.raises(ImportError, match="vllm"):  # with them it goes to work, and there is no vLLM here
+        fresh().register()
 
 
 def test_prefills_in_parts_decodes_and_strangers_in_one_batch(runner, tmp_path):

@@ -1,4 +1,7 @@
-"""Keeps the target's hidden states in the pass in which vLLM generates: compiled, under CUDA graphs, MLA and experts included.
+"""Keeps the target's hidden states in the pass in which vLLM generates: compiled and under CUDA graphs.
+
+Compared with another computation of the same states: CUDA graphs on 0.25.1 (a Llama graph), and on 0.32.0's CPU build eager (a Llama
+graph; latent attention with experts). One rank writes; more than one was never run.
 
 vLLM loads this in each of its processes (entry point vllm.general_plugins). It does nothing unless EYAS_STATES_DIR is set:
 
