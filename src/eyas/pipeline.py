@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from eyas import __version__, contract, interrupt, recipe, target
+from eyas import __version__, contract, interrupt, profiles, recipe, target
 from eyas.errors import RecipeError, SurroundingsError, UsageError
 from eyas.progress import duration, say
 from eyas.recipe import Recipe, Resolved, Value
@@ -222,6 +222,8 @@ def inputs_of(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any
         out["train.init_from"] = f"{word} {_of_file(recipe.find_drafter(word) / 'model.safetensors')}"
     for name in stage.needs:
         out[name] = rundir.manifest(name)["fingerprint"]
+    if stage.name == "verdict" and (rundir / profiles.FILE).is_file():
+        out["profile"] = _of_file(rundir / profiles.FILE)
     return out
 
 
@@ -324,7 +326,6 @@ def run(
 
 def profile(word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, Any]:
     """The plan, and what drafting will cost, measured with an untrained drafter; profile.json under "profile"."""
-    from eyas import profiles
     from eyas.bench import profile as profiling
     from eyas.generate import prompts
 

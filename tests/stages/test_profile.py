@@ -10,6 +10,7 @@ from eyas import pipeline, profiles
 from eyas.bench import profile as profiling
 from eyas.cli import eyas
 from eyas.errors import UsageError
+from eyas.generate.prompts import Prompt
 
 
 @pytest.mark.parametrize("a, k, tau", [(0.0, 3, 1.0), (0.5, 1, 1.5), (0.5, 3, 1.875), (1.0, 3, 4.0)])
@@ -46,7 +47,6 @@ def test_the_profile_of_the_embedded_engine_is_kept_and_the_verdict_compares(fin
         "profile: measured already" in shown.output
         and (tmp_path / "run" / "profile.json").read_bytes() == before
     )
-    (tmp_path / "run" / "verdict.json").unlink()
     verdict = pipeline.run_one("verdict", recipe, (), str(tmp_path / "run"))
     assert [r["k"] for r in verdict["profile"]] == [1, 3]
     assert any("the profile before training foretold the cost of drafting" in r for r in verdict["reasons"])
@@ -60,6 +60,30 @@ def test_another_shape_or_engine_is_measured_anew(finished, tmp_path):
     rundir.root.mkdir()
     (rundir / profiles.FILE).write_text(json.dumps({"key": profiles.key(resolved), "costs": []}))
     assert profiles.read(rundir, resolved) and profiles.read(rundir, other) is None
+
+
+def test_what_another_engine_costs_is_measured_anew_and_not_compared(finished, tmp_path):
+    shutil.copytree(finished[1], tmp_path / "run")
+    resolved, rundir, _ = pipeline.open_run(str(finished[0]), (), str(tmp_path / "run"))
+    ci = {"value": 1.5, "low": 1.4, "high": 1.6}
+    found = {"key": profiles.key(resolved), "engine": "hf of another year", "costs": [{"k": k, "concurrency": 1, "C": ci, "tau": 1.0} for k in (1, 3)]}  # fmt: skip
+    (rundir / profiles.FILE).write_text(json.dumps(found))
+    verdict = pipeline.run_one("verdict", str(finished[0]), (), str(tmp_path / "run"))
+    assert "profile" not in verdict
+    made = pipeline.profile(str(finished[0]), (), str(tmp_path / "run"))["profile"]
+    assert made["engine"] == "hf"
+
+
+def test_a_prompt_that_the_template_refuses_is_passed_over(finished, tmp_path, monkeypatch):
+    resolved, _, _ = pipeline.open_run(str(finished[0]), (), str(tmp_path / "run"))
+    tokenizer = resolved.target.tokenizer()
+    template = tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + template
+    )
+    monkeypatch.setattr(type(resolved.target), "tokenizer", lambda *_: tokenizer)
+    one, two = (Prompt(n, "a", ("hello",), system, True) for n, system in (("one", "be kind"), ("two", None)))
+    assert [r.row_id for r in profiling._rows(resolved, [one, two])] == ["two"]
 
 
 def test_without_prompts_it_says_so(finished, tmp_path):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from eyas import contract, profiles
 from eyas.bench import embedded, measure
@@ -35,7 +36,8 @@ LIMIT, ROUNDS, TOKENS = 8, 1, 48  # at most, of the recipe's own: a step's cost 
 
 def run(resolved: Resolved, rundir: RunDir, prompts: Sequence[Any]) -> dict[str, Any]:
     """Measure C(k, b), or find it measured; returns profile.json. Raises UsageError without prompts."""
-    if found := profiles.read(rundir, resolved):
+    found = profiles.read(rundir, resolved)
+    if found and found["engine"] == _engine(resolved):
         wanted = {(k, b) for k in resolved.recipe.bench.k for b in resolved.recipe.bench.concurrency}
         if wanted <= {(c.k, c.concurrency) for c in profiles.costs(found)}:
             say("  profile: measured already")
@@ -74,6 +76,12 @@ def run(resolved: Resolved, rundir: RunDir, prompts: Sequence[Any]) -> dict[str,
     return made
 
 
+def _engine(resolved: Resolved) -> str:
+    """The engine with its version: another one may cost otherwise."""
+    options = resolved.recipe.engine
+    return "hf" if options.name == "hf" else vllm.find(options.python, options.command).label
+
+
 def untrained(resolved: Resolved, work: RunDir) -> None:
     """drafter/best of the recipe's shape with random weights; it costs what a trained one costs, and is accepted next to never."""
     options, target = resolved.recipe.train, resolved.target
@@ -84,7 +92,10 @@ def untrained(resolved: Resolved, work: RunDir) -> None:
     drafter = Drafter(c)
     head = torch.randn(c.draft_vocab, c.hidden, generator=torch.Generator().manual_seed(0)) * 0.02
     drafter.reset(0, torch.arange(c.draft_vocab), head, torch.ones(c.hidden))
-    dialects.write(work / "drafter" / "best", drafter, {"epoch": 0, "tau": {}})
+    begun = work / "drafter.new"  # renamed when it is whole: a kill may come in between
+    shutil.rmtree(begun, ignore_errors=True)
+    dialects.write(begun / "best", drafter, {"epoch": 0, "tau": {}})
+    begun.rename(work / "drafter")
 
 
 def _rows(resolved: Resolved, prompts: Sequence[Any]) -> list[Row]:
@@ -96,9 +107,11 @@ def _rows(resolved: Resolved, prompts: Sequence[Any]) -> list[Row]:
     for p in conversations.spread(known, bench.limit, lambda p: p.domain):
         messages = [{"role": "system", "content": p.system}] * (p.system is not None)
         messages = [*messages, {"role": "user", "content": p.turns[0]}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
+        try:
+            made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except (TemplateError, ValueError, TypeError):
+            continue  # generate quarantines it with its reason
+        ids = made["input_ids"]
         if len(ids) + bench.max_tokens < resolved.target.context:
             out.append(_row(p, list(ids)))
     if not out:

@@ -61,7 +61,7 @@ def _visits(resolved: Resolved, rundir: RunDir, session: Session) -> dict[str, A
     another, the plain one before and after the others, so that a drift of the machine shows in both halves."""
     ks, rounds = session.options.k, range(session.options.rounds)
     found = vllm.find(resolved.recipe.engine.python, resolved.recipe.engine.command)
-    name = f"vLLM {found.version} ({found.device})"
+    name = found.label
     if note := vllm.untested(found.version):
         say(f"  note: {note}")
     room = serve.fit_together(resolved, 1 + len(ks))

@@ -47,6 +47,10 @@ class Installed(NamedTuple):
     device: str  # cpu | cuda
     origin: str  # how it was found
 
+    @property
+    def label(self) -> str:
+        return f"vLLM {self.version} ({self.device})"
+
 
 class Keep(NamedTuple):
     """States that the server shall keep of tagged requests (plugins/eyas-vllm)."""

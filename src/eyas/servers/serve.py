@@ -114,7 +114,7 @@ def running(
     record = launch.start(made)
     say(f"  ready at {record.url} after {duration(time.monotonic() - began)}")
     try:
-        yield Running(record.url, record.model, f"vLLM {engine.version} ({engine.device})")
+        yield Running(record.url, record.model, engine.label)
     except SurroundingsError as e:
         if launch.answers(record.url):
             raise

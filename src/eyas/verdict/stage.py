@@ -27,7 +27,8 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     train = rundir.manifest("train")
     facts = {"supervised_tokens": train["supervised_tokens"], "parent": train["parent"]}
     body = decide(rundir.manifest("bench"), resolved.recipe.verdict, facts)
-    if profile := profiles.read(rundir, resolved):
+    profile = profiles.read(rundir, resolved)
+    if profile and profile["engine"] == rundir.manifest("bench")["engine"]:
         body["profile"], said = _foretold(body["cells"], profile)
         body["reasons"] += said
     body["drafter"] = str(read_json(rundir / "drafter" / "best" / "metrics.json")["epoch"])
