@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from eyas.errors import RecipeError
 from eyas.schema import Recipe, Section
+from eyas.stores import states
 from eyas.target import Target
 
 SHIPPED = Path(__file__).parent / "recipes"
@@ -31,6 +32,19 @@ class Resolved:
     device: str  # cpu | cuda
     dtype: str  # what the target computes in
     aux_layers: list[int]  # ids in our numbering, ascending
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the target's weights in the type in which it computes; 0 where they are not here."""
+        wider = self.dtype == "float32" and self.target.config.get("dtype") == "bfloat16"
+        return sum(p.stat().st_size for p in set(self.target.files.values())) * (2 if wider else 1)
+
+    @property
+    def token_bytes(self) -> int:
+        """Disk of one token: aux states in extract.dtype, the last state in the target's own type, ids."""
+        aux = 2 if self.recipe.extract.dtype == "bfloat16" else 4
+        last = 2 if self.dtype == "bfloat16" else 4
+        return states.bytes_per_token(len(self.aux_layers), self.target.hidden, aux, last)
 
 
 class Value(NamedTuple):

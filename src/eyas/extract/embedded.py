@@ -20,7 +20,7 @@ from eyas import interrupt
 from eyas.causes import NEAR_TIE
 from eyas.engines.hf import HFEngine, Seen
 from eyas.errors import ContractError
-from eyas.extract.head import Checker, Extracted, described, own_logits, token_bytes
+from eyas.extract.head import Checker, Extracted, described, own_logits
 from eyas.feed import Later
 from eyas.progress import Progress
 from eyas.recipe import Resolved
@@ -49,9 +49,7 @@ def read(resolved: Resolved, rundir: RunDir, rows: list[Row], checker: Checker) 
     made, began = 0, time.perf_counter()
     with Progress("extract", total, "tokens") as progress, ThreadPoolExecutor(WRITERS) as pool:
         writing: deque[Future[dict[str, Any]]] = deque()
-        for number, group in enumerate(
-            states.groups(rows, recipe.extract.shard_bytes, token_bytes(resolved))
-        ):
+        for number, group in enumerate(states.groups(rows, recipe.extract.shard_bytes, resolved.token_bytes)):
             interrupt.safe_place()
             path = folder / f"shard-{number:05d}.safetensors"
             tokens = sum(len(r.ids) for r in group)

@@ -1,4 +1,4 @@
-"""What the ways to extract share: what they leave, the target's final norm and head as read from the weights on disk, and the size of a token."""
+"""What the ways to extract share: what they leave, and the target's final norm and head as read from the weights on disk."""
 
 from collections import Counter
 from pathlib import Path
@@ -56,11 +56,3 @@ def own_logits(checker: Checker, last_TD: Tensor) -> Tensor:
     if checker.one_plus:
         return (normed * checker.norm_D).to(dtype) @ checker.head_VD.T
     return (normed.to(dtype) * checker.norm_D.to(dtype)) @ checker.head_VD.T
-
-
-def token_bytes(resolved: Resolved) -> int:
-    """Disk of one token's states."""
-    aux = 2 if resolved.recipe.extract.dtype == "bfloat16" else 4
-    return states.bytes_per_token(
-        len(resolved.aux_layers), resolved.target.hidden, aux, 2 if resolved.dtype == "bfloat16" else 4
-    )

@@ -22,7 +22,7 @@ from eyas import interrupt
 from eyas.causes import NEAR_TIE
 from eyas.engines.hf import HFEngine
 from eyas.errors import ContractError, EyasError
-from eyas.extract.head import Checker, Extracted, described, own_logits, token_bytes
+from eyas.extract.head import Checker, Extracted, described, own_logits
 from eyas.progress import Progress, say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir, atomic, read_json
@@ -95,7 +95,7 @@ def read_again(resolved: Resolved, rundir: RunDir, rows: list[Row], checker: Che
         begin = partial(_begin, stack, resolved, rundir)
         server: tuple[Running, Steps] | None = None
         progress = stack.enter_context(Progress("extract", sum(len(r.ids) for r in rows), "tokens"))
-        per_token = token_bytes(resolved)
+        per_token = resolved.token_bytes
         for number, group in enumerate(states.groups(rows, resolved.recipe.extract.shard_bytes, per_token)):
             interrupt.safe_place()
             path = folder / f"shard-{number:05d}.safetensors"
@@ -198,11 +198,9 @@ def _count(
 def _beside(resolved: Resolved, paths: list[Path]) -> dict[str, Any]:
     """Some rows against the embedded engine on the same ids. Raises ContractError where they are not the same."""
     target = resolved.target
-    need = sum(p.stat().st_size for p in set(target.files.values())) * COMPARED_BYTES
-    wider = resolved.dtype == "float32" and target.config.get("dtype") == "bfloat16"
     free = torch.cuda.mem_get_info()[0] if resolved.device == "cuda" else psutil.virtual_memory().available
     why = None
-    if need * (2 if wider else 1) > free:
+    if resolved.weight_bytes * COMPARED_BYTES > free:
         why = "the target does not fit into the memory that is free"
     else:
         try:

@@ -12,13 +12,13 @@ import shutil
 from collections import Counter
 from typing import Any
 
-from eyas.engines import containers, vllm
 from eyas.errors import ContractError, SurroundingsError, UsageError
 from eyas.extract import embedded, served
 from eyas.extract.head import checker_of
 from eyas.progress import duration, say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir
+from eyas.servers import serve
 from eyas.stores import conversations
 from eyas.target import Decision
 
@@ -85,8 +85,7 @@ def choose(resolved: Resolved, rundir: RunDir) -> Decision:
             f"extract.with is generate, and {missing}. Generate again with --from generate, or set extract.with to auto or pass."
         )
     try:
-        found = vllm.find(engine.python, engine.command)
-        why = vllm.cannot_keep(found, containers.runtime(engine.command) is not None)
+        why = serve.cannot_keep(resolved)
     except SurroundingsError as e:
         why = str(e)
     if why is None:

@@ -39,7 +39,7 @@ def run(resolved: Resolved, rundir: RunDir, prompts: list[Any]) -> dict[str, Any
     counts = _tokens(resolved, prompts) if here or facts is None else _tokens_of_facts(resolved, facts)
     disk = _disk(resolved, counts)
     free = shutil.disk_usage(rundir.root).free
-    _print_counts(counts, disk, free, state_bytes(resolved))
+    _print_counts(counts, disk, free, resolved.token_bytes - states.ID_BYTES)
     if here:
         _refuse_what_does_not_fit(resolved, rundir, counts, disk, free)
         rates = _measured(resolved, counts)
@@ -61,7 +61,9 @@ def run(resolved: Resolved, rundir: RunDir, prompts: list[Any]) -> dict[str, Any
     if not here and sum(disk.values()) * DISK_MARGIN > free:
         say(f"  here it would not fit: {_what_fits(resolved, counts, disk, free)}")
     body = {"tokens": counts, "disk_bytes": disk, "memory_bytes": memory, "seconds": seconds, "rates": rates}
-    return rundir.finish("plan", {"content": None, "state_bytes_per_token": state_bytes(resolved), **body})
+    return rundir.finish(
+        "plan", {"content": None, "state_bytes_per_token": resolved.token_bytes - states.ID_BYTES, **body}
+    )
 
 
 def _tokens(resolved: Resolved, prompts: list[Any]) -> dict[str, int]:
@@ -114,20 +116,11 @@ def _parameters(resolved: Resolved) -> int:
     return sum(math.prod(s) for name, s in dialects.shapes(contract).items() if name not in ("d2t", "t2d"))
 
 
-def state_bytes(resolved: Resolved) -> int:
-    """States of one token: aux layers in extract.dtype and the last hidden state in the target's own type."""
-    aux = 2 if resolved.recipe.extract.dtype == "bfloat16" else 4
-    last = 2 if resolved.dtype == "bfloat16" else 4
-    return (
-        states.bytes_per_token(len(resolved.aux_layers), resolved.target.hidden, aux, last) - states.ID_BYTES
-    )
-
-
 def _disk(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:
     parameters = _parameters(resolved)
     return {
         "conversations": counts["row_tokens"] * 4,
-        "states": counts["row_tokens"] * (state_bytes(resolved) + states.ID_BYTES),
+        "states": counts["row_tokens"] * resolved.token_bytes,
         "drafters": parameters * 2 * (resolved.recipe.train.epochs + 1),
         "training state": parameters * 12,
     }
@@ -171,13 +164,9 @@ def _measured(resolved: Resolved, counts: dict[str, int]) -> dict[str, float | N
 def _memory(resolved: Resolved) -> dict[str, int]:
     """Peak by stage, roughly: weights; optimizer (16 bytes a parameter), embedding and head in float32."""
     facts, target = resolved.recipe.target.facts, resolved.target
-    weights = sum(p.stat().st_size for p in set(target.files.values())) or (
-        facts.weight_bytes if facts else 0
-    )
-    wider = resolved.dtype == "float32" and target.config.get("dtype") == "bfloat16"
     training = _parameters(resolved) * 16 + 2 * target.vocab * target.hidden * 4
     return {
-        "target": weights * (2 if wider else 1),
+        "target": resolved.weight_bytes or (facts.weight_bytes if facts else 0),
         "train": training,
         "available": psutil.virtual_memory().available,
     }

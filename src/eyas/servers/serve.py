@@ -131,15 +131,21 @@ def keeps(resolved: Resolved) -> Decision:
     elif engine.url:
         why = "the server at engine.url is not eyas's own"
     else:
-        found = vllm.find(engine.python, engine.command)
-        why = vllm.cannot_keep(found, containers.runtime(engine.command) is not None)
+        why = cannot_keep(resolved)
     if wanted == "generate" and why:
         raise UsageError(
             f"extract.with is generate, and states cannot be kept: {why}. Set extract.with to auto or pass."
         )
     if wanted == "pass":
         return Decision(False, "the recipe says so (extract.with)")
-    return Decision(why is None, why or f"vLLM {found.version} and eyas's plugin can (no second reading)")
+    return Decision(why is None, why or "vLLM and eyas's plugin can (no second reading)")
+
+
+def cannot_keep(resolved: Resolved) -> str | None:
+    """Why the vLLM that eyas would start cannot keep states, or None. Raises SurroundingsError where there is none."""
+    engine = resolved.recipe.engine
+    found = vllm.find(engine.python, engine.command)
+    return vllm.cannot_keep(found, containers.runtime(engine.command) is not None)
 
 
 def fit_together(resolved: Resolved, count: int) -> Decision:
@@ -159,11 +165,9 @@ def fit_together(resolved: Resolved, count: int) -> Decision:
 
 def _memory(resolved: Resolved) -> tuple[int, int]:
     """Bytes of weights and of the key/value cache of a server on a CPU."""
-    weights = sum(p.stat().st_size for p in set(resolved.target.files.values()))
-    wider = resolved.dtype == "float32" and resolved.target.config.get("dtype") == "bfloat16"
     gib = resolved.recipe.engine.env.get("VLLM_CPU_KVCACHE_SPACE", str(vllm.CPU_CACHE_GIB))
     cache = host.number("engine.env: VLLM_CPU_KVCACHE_SPACE", gib) * 2**30
-    return weights * (2 if wider else 1), round(cache)
+    return resolved.weight_bytes, round(cache)
 
 
 def _drafter(rundir: RunDir) -> Path:
