@@ -19,7 +19,7 @@ from acceptance import answered, measured
 from common import RESULTS
 
 from eyas import __version__, pipeline
-from eyas.drafter import dialects
+from eyas.drafter import disk
 from eyas.engines.hf import HFEngine
 from eyas.rundir import RunDir
 from eyas.train import stage
@@ -73,7 +73,7 @@ def main() -> None:
             trainer.train()
             seconds = time.perf_counter() - began
             best = Path(folder) / "drafter" / "best"
-            sets = measured(dialects.read(best, device=resolved.device), embedding, answers)
+            sets = measured(disk.read(best, device=resolved.device), embedding, answers)
             held_out = json.loads((best / "metrics.json").read_text(encoding="utf-8"))["tau"]
         rate = trainer.trained_now / seconds
         rows[name] = {

@@ -20,7 +20,7 @@ from common import RESULTS
 
 from eyas import __version__
 from eyas import target as targets
-from eyas.drafter import dialects, replay
+from eyas.drafter import disk, replay
 from eyas.engines.hf import HFEngine, choose_device, choose_dtype
 from eyas.generate import prompts as prompt_files
 from eyas.pipeline import machine
@@ -45,7 +45,7 @@ def main() -> None:
     device = choose_device().value
     dtype = choose_dtype("auto", device).value
     target = targets.load(a.target)
-    made = {str(path): dialects.read(path, torch.float32, device) for path in a.drafters}
+    made = {str(path): disk.read(path, torch.float32, device) for path in a.drafters}
     layers = {d.contract.aux_layers for d in made.values()}
     if len(layers) != 1:
         parser.error(f"the drafters read different layers {sorted(layers)}: measure them one by one")

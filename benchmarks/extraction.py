@@ -77,7 +77,7 @@ def measure(a: argparse.Namespace, root: Path) -> dict:
 
         async def ask() -> None:
             async with Client(server.url) as asking:
-                await client.gather(asking, COMPLETIONS, bodies, rows)
+                await client.gather(asking.whole, COMPLETIONS, bodies, rows)
 
         client.run(ask())
         settle(steps, {name: prompt + new - 1 for name, _ in work})

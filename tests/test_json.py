@@ -19,7 +19,7 @@ def test_every_verb_has_a_schema():
 
 
 @pytest.mark.parametrize(
-    "verb", sorted(set(SCHEMA["$defs"]) - {"fetch", "init", "serve", "ps", "stop", "engine setup"})
+    "verb", sorted(set(SCHEMA["$defs"]) - {"fetch", "init", "serve", "ps", "stop", "engine setup", "convert"})
 )
 def test_what_a_verb_prints_fits_its_schema(finished, verb, tmp_path):
     _, folder, _ = finished
@@ -31,6 +31,12 @@ def test_what_a_verb_prints_fits_its_schema(finished, verb, tmp_path):
     value = json.loads(result.stdout)
     schema = {"$ref": f"#/$defs/{verb}", "$defs": SCHEMA["$defs"]}
     jsonschema.Draft202012Validator(schema).validate(value)
+
+
+def test_convert_fits_its_schema(finished, tmp_path):
+    drafter = finished[1] / "drafter" / "best"
+    done = CliRunner().invoke(eyas, ["convert", str(drafter), str(tmp_path / "d"), "--to", "vllm", "--json"])
+    jsonschema.validate(json.loads(done.stdout), SCHEMA["$defs"]["convert"])
 
 
 def test_fetch_and_init_fit_their_schema(tmp_path, target_folder):

@@ -15,10 +15,11 @@ class Finding:
 
     rule: str
     severity: Severity
-    message: str  # what, where, what was found, what to do
+    message: str  # what, where, what was found
+    fix: str = ""  # a command, or an edit
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"docs": f"docs/checks.md#{self.rule}"}
 
 
 def healthy(findings: list[Finding]) -> bool:

@@ -107,19 +107,66 @@ def plan(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool, 
 @eyas.command()
 @common
 @click.option("--target", metavar="DIR", help="The target's folder, when a drafter folder is checked.")
-def check(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool, target: str | None) -> None:
-    """Would what was trained load and run? RECIPE, RUN, or a drafter folder. Exit 1 on an error or unknown."""
+@click.option("--engine", metavar="E", help="The engine that will load a drafter folder: vllm or sglang.")
+@click.option("--engine-version", metavar="V", help="Its version (default: the newest that was read).")
+@click.option("--fix", is_flag=True, help="Mend what can be mended for certain; what was there is kept.")
+def check(
+    recipe: str,
+    sets: tuple[str, ...],
+    folder: str | None,
+    as_json: bool,
+    target: str | None,
+    engine: str | None,
+    engine_version: str | None,
+    fix: bool,
+) -> None:
+    """Would what was trained load and run? RECIPE, RUN, or anybody's drafter folder. Exit 1 on an error or unknown."""
     if (Path(recipe) / "config.json").is_file():
         from eyas import target as targets
-        from eyas.check import stage
+        from eyas.check import engine_rules, stage
 
-        result = stage.look(Path(recipe), targets.load(target) if target else None)
+        if engine_version and not engine:
+            raise click.UsageError("--engine-version needs --engine")
+        wanted = engine_rules.named(engine, engine_version) if engine else None
+        result = stage.look(Path(recipe), targets.load(target) if target else None, wanted, fix)
+    elif target or engine or engine_version or fix:
+        raise click.UsageError(
+            f"--target, --engine and --fix are for a drafter folder, and {recipe} is none (no config.json in it)"
+        )
     else:
         from eyas import pipeline
 
         result = pipeline.run_one("check", recipe, sets, folder)
     emit(result, as_json)
     sys.exit(0 if result["healthy"] else 1)
+
+
+@eyas.command()
+@click.argument("source", metavar="IN")
+@click.argument("out", metavar="OUT")
+@click.option("--to", required=True, metavar="DIALECT", help="vllm, sglang, speculators, eagle or modelopt.")
+@click.option(
+    "--engine-version",
+    metavar="V",
+    help="Of the engine that will load it (default: the newest that was read).",
+)
+@click.option(
+    "--target", metavar="DIR", help="The target's folder; SGLang's numbering of layers depends on it."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+def convert(
+    source: str, out: str, to: str, engine_version: str | None, target: str | None, as_json: bool
+) -> None:
+    """Write a drafter folder in another dialect: the same weights, and flags that mean the same there."""
+    from eyas import convert as converting
+    from eyas import target as targets
+
+    emit(
+        converting.convert(
+            Path(source), Path(out), to, engine_version, targets.load(target) if target else None
+        ),
+        as_json,
+    )
 
 
 @eyas.command()

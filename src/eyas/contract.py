@@ -1,12 +1,13 @@
 """What a drafter assumes, field by field: written beside its weights, compared wherever it is used.
 
-drafter/best/contract.json
+drafter/best/contract.json says it of a drafter that eyas trained. Of any other, the same fields are a card: what is stated, what
+follows from something, and what is unknown, which is never guessed (drafter/disk.py reads it).
 """
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eyas.errors import ContractError
 from eyas.target import Target
@@ -52,6 +53,78 @@ class Contract:
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+class Fact(NamedTuple):
+    """One field's value and where it comes from. source: stated | derived | unknown (value is None)."""
+
+    value: Any
+    source: str
+    where: str
+
+    @property
+    def known(self) -> bool:
+        return self.source != "unknown"
+
+
+Card = dict[str, Fact]  # by the names in FIELDS
+
+FIELDS = {
+    "architecture": "the drafter's layer",
+    "depth": "its number of layers",
+    "target_layers": "layers of the target",
+    "aux_layers": "aux layers (id i = input of layer i)",
+    "fc_norm": "norm of the aux states before fc",
+    "before_residual": "residual is the normed state",
+    "fed_back": "fed to the next draft step",
+    "hidden": "width",
+    "target_hidden": "width of the target",
+    "mlp": "width of the MLP",
+    "heads": "attention heads",
+    "kv_heads": "key/value heads",
+    "head_dim": "width of a head",
+    "qk_norm": "norms of queries and keys",
+    "bias": "biases of q, k, v",
+    "activation": "activation",
+    "eps": "epsilon of the norms",
+    "rope": "rope",
+    "window": "attention window",
+    "context": "positions that the config promises",
+    "trained_length": "longest row seen in training",
+    "vocab": "vocabulary of the target",
+    "draft_vocab": "vocabulary of the drafter",
+    "map": "vocabulary map",
+    "head": "output head",
+    "embedding": "embedding",
+    "dtype": "type of the weights",
+    "quantisation": "quantisation",
+}
+
+
+class Rope(NamedTuple):
+    """Rotary positions. scaling: kind and parameters, in order of names; partial: the share of a head that is rotated."""
+
+    theta: float
+    scaling: tuple[tuple[str, Any], ...] = ()
+    partial: float = 1.0
+
+    def __str__(self) -> str:
+        said = [f"theta {self.theta:g}", *(f"{name} {value}" for name, value in self.scaling)]
+        return ", ".join(said + ([f"{self.partial:.0%} of a head"] if self.partial != 1 else []))
+
+
+def card(c: Contract) -> Card:
+    """The card of a contract: all of it is stated."""
+    values = {
+        "architecture": c.architecture.removeprefix("eagle3-"), "depth": 1, "target_layers": c.target_layers,
+        "aux_layers": c.aux_layers, "fc_norm": c.norms.fc, "before_residual": c.norms.before_residual,
+        "fed_back": "normed" if c.norms.output else "hidden", "hidden": c.hidden, "target_hidden": c.hidden, "mlp": c.mlp,
+        "heads": c.heads, "kv_heads": c.kv_heads, "head_dim": c.head_dim, "qk_norm": False, "bias": False, "activation": "silu",
+        "eps": c.eps, "rope": Rope(c.rope_theta), "window": None, "context": c.context, "trained_length": c.trained_length,
+        "vocab": c.vocab, "draft_vocab": c.draft_vocab, "map": "offsets" if c.draft_vocab < c.vocab else "all",
+        "head": c.head, "embedding": c.embedding, "dtype": c.dtype, "quantisation": None,
+    }  # fmt: skip
+    return {name: Fact(value, "stated", "contract.json") for name, value in values.items()}
 
 
 def for_target(

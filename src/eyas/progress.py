@@ -3,6 +3,7 @@ seconds elsewhere."""
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 PIPE_EVERY_S = 10.0
@@ -31,6 +32,14 @@ def size(n_bytes: float) -> str:
             return f"{n_bytes:.0f} {unit}" if unit in ("B", "kB") else f"{n_bytes:.3g} {unit}"
         n_bytes /= 1000
     raise AssertionError("unreachable")
+
+
+def table(rows: Sequence[Sequence[str]], widest: int = 44) -> None:
+    """Rows to stderr in columns, the first as a header; a longer cell is cut, which its dots show."""
+    cut = [[c if len(c) <= widest else f"{c[: widest - 2]}…" for c in row] for row in rows]
+    widths = [max(len(row[i]) for row in cut) for i in range(len(cut[0]))]
+    for row in cut:
+        say("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
 
 
 class Progress:

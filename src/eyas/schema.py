@@ -3,7 +3,7 @@
 `eyas recipe show` prints them. What is read from a file, and how, is in recipe.py.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -59,6 +59,9 @@ class TargetSection(Section):
     facts: FactsSection | None = key(None, "sizes, to plan before the model is on this machine")
 
 
+Word = Annotated[str, Field(coerce_numbers_to_str=True)]  # KEY: 1 in YAML means "1"
+
+
 class EngineSection(Section):
     name: Literal["hf", "vllm"] = key("hf", "the embedded engine (transformers); needs no server")
     python: str | None = key(
@@ -67,7 +70,7 @@ class EngineSection(Section):
         min_length=1,
     )
     args: list[str] = key([], "added to the server's command line", "words")
-    env: dict[str, str] = key(
+    env: dict[str, Word] = key(
         {}, "added to the server's environment; never put a key here: it is written to the run"
     )
     url: str | None = key(

@@ -59,6 +59,11 @@ class Target:
     identity: str
     files: dict[str, Path] = field(repr=False)
 
+    @property
+    def latent(self) -> bool:
+        """Whether its attention keeps a compressed vector instead of keys and values (MLA)."""
+        return bool(self.config.get("kv_lora_rank"))
+
     @cached_property
     def fingerprint(self) -> str:
         """Hash of what a drafter depends on: the config, the vocabulary, the template, the weight files' names, headers and
@@ -154,6 +159,12 @@ class Target:
         """The scale that the final norm applies, float32 ((1 + w) families already added)."""
         weight = self.tensor("norm.weight").float()
         return weight + 1 if self.model_type in ONE_PLUS_WEIGHT else weight
+
+    def added_tokens(self) -> dict[str, int]:
+        """Special and added tokens of tokenizer.json by their text; empty where there is no such file."""
+        listed = _optional(self.folder / "tokenizer.json").get("added_tokens")
+        rows = listed if isinstance(listed, list) else []
+        return {r["content"]: r["id"] for r in rows if isinstance(r, dict) and {"content", "id"} <= r.keys()}
 
     def tokenizer(self, trust_remote_code: bool = False) -> Any:
         """The tokenizer. Raises UsageError when it is missing, broken, or has no chat template."""
@@ -314,7 +325,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     names: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(path, framework="pt") as f:
+            with safe_open(path, framework="np") as f:  # names alone, without torch
                 names |= dict.fromkeys(f.keys(), path)
         except (SafetensorError, OSError) as e:
             raise UsageError(f"{path} is not a readable safetensors file ({e}). Fetch it again.") from e

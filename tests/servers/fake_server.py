@@ -19,10 +19,12 @@ parser.add_argument("--port", type=int)
 parser.add_argument("--model")
 parser.add_argument("--served-model-name", nargs="+")
 parser.add_argument("--speculative-config", type=json.loads, default={})
+parser.add_argument("--kv-transfer-config", type=json.loads, default={})
 a, _ = parser.parse_known_args()
 kind = os.environ.get("FAKE", "ok")
 after = int(os.environ.get("FAKE_AFTER", "0"))  # requests, from which on it misbehaves
-k = a.speculative_config.get("num_speculative_tokens", 0)
+connects = a.speculative_config.get("method") == "extract_hidden_states"
+k = 0 if connects else a.speculative_config.get("num_speculative_tokens", 0)
 print("INFO Starting to load model x", flush=True)
 if kind == "dies":
     print("ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB", flush=True)
@@ -81,17 +83,21 @@ class Real:
         import torch
 
         from eyas import target
-        from eyas.drafter import decode, dialects
+        from eyas.drafter import decode, disk
         from eyas.engines.hf import HFEngine
 
         torch.set_num_threads(1)
         self.target, self.decode = target.load(a.model), decode
         self.tokenizer = self.target.tokenizer()
-        self.drafter = dialects.read(Path(a.speculative_config["model"]), torch.float32, "cpu") if k else None
+        self.drafter = disk.read(Path(a.speculative_config["model"]), torch.float32, "cpu") if k else None
         layers = self.drafter.contract.aux_layers if k else [0, 1, 2]
         self.keeper = None
         if os.environ.get("EYAS_STATES_DIR"):
             self.keep(layers := json.loads(os.environ["EYAS_STATES_LAYERS"])[:-1])
+        if connects:
+            layers = a.speculative_config["draft_model_config"]["hf_config"][
+                "eagle_aux_hidden_state_layer_ids"
+            ][:-1]
         self.engine = HFEngine(self.target, "float32", "cpu", layers)
         self.sizes = []
         emit = decode._emit
@@ -146,6 +152,29 @@ class Real:
                 self.runner.execute_model(self.runner.scheduled([(row, position, n)]))
         if kind == "full disk" and count["requests"] >= after:
             self.keeper.log.file = os.open("/dev/full", os.O_WRONLY)
+
+    def connect(self, ids):
+        """What vLLM's ExampleHiddenStatesConnector does: a file, written under a lock after the answer has been sent."""
+        import fcntl
+
+        import torch
+        from safetensors.torch import save_file
+
+        folder = Path(a.kv_transfer_config["kv_connector_extra_config"]["shared_storage_path"])
+        path = folder / f"cmpl-{count['requests']}.safetensors"
+        held = Path(f"{path}.lock").open("w")  # noqa: SIM115
+        fcntl.flock(held, fcntl.LOCK_EX)
+        seen = self.engine.states([ids])
+        together = torch.cat([seen.aux_BTLD[0], seen.last_BTD[0][:, None]], 1).contiguous()
+        shown = [5, *ids[1:]] if kind == "other ids" else ids
+
+        def write():
+            time.sleep(0.2)
+            save_file({"hidden_states": together, "token_ids": torch.tensor(shown)}, path)
+            held.close()
+
+        threading.Thread(target=write).start()
+        return {"kv_transfer_params": {"hidden_states_path": str(path)}}
 
     def logprob(self, ids, i):
         import torch
@@ -226,6 +255,7 @@ class Handler(BaseHTTPRequestHandler):
             row = body.get("vllm_xargs", {}).get("eyas_row")
             if isinstance(model, Real) and row:
                 model.step_through(row, [*prompt, *ids[:-1]], len(prompt))
+            extra = model.connect(prompt) if connects and isinstance(model, Real) else {}
             count["generated"] += len(ids) + (5 if kind == "foreign" else 0)
             count["prompts"] += len(prompt)
             count["drafts"] += len(sizes) - 1
@@ -256,7 +286,8 @@ class Handler(BaseHTTPRequestHandler):
             choice = {"message": message, "text": model.text(ids), "finish_reason": finish, **with_ids}
             if with_ids:
                 choice["token_ids"] = ids
-            return self.send({"choices": [choice], "usage": {"completion_tokens": len(ids)}, **with_ids})
+            usage = {"usage": {"completion_tokens": len(ids)}}
+            return self.send({"choices": [choice], **usage, **with_ids, **extra})
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")

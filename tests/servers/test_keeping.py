@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from eyas import pipeline
+from eyas.engines import vllm
+from eyas.engines.vllm import Installed
 from eyas.errors import ContractError, SurroundingsError, UsageError
-from eyas.servers import records
+from eyas.servers import connector, records
 from eyas.stores import conversations, states
 
 SERVED = ("engine.name=vllm", "engine.env={FAKE_REAL: '1'}")
@@ -147,14 +150,65 @@ def test_layers_that_change_while_generate_is_unfinished_are_not_mixed(
     assert made["extract"]["checks"]["against_embedded"]["shifts"]["0"] > 0.999
 
 
-def test_a_version_that_the_plugin_does_not_know_is_said(finished, fake_vllm, tmp_path, monkeypatch, capsys):
-    from eyas.engines import vllm
-
+def test_a_version_that_nothing_can_read_with_is_said(finished, fake_vllm, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(vllm, "KEEPS", ((0, 25), (0, 31)))
+    monkeypatch.setattr(vllm, "CONNECTOR_SINCE", (0, 40))
     made = run(finished, fake_vllm, tmp_path / "run")
     assert made["extract"]["with"] == "pass"
     said = capsys.readouterr().err
     assert "not kept while generating: vLLM 0.32.0 is outside 0.25 to 0.31" in said
-    assert "the embedded engine reads the stored ids" in said
+    assert "the embedded engine reads the stored ids" in said and "vLLM 0.32.0 is older than 0.40" in said
     with pytest.raises(UsageError, match="states cannot be kept: vLLM 0.32.0 is outside"):
         run(finished, fake_vllm, tmp_path / "r2", "extract.with=generate")
+
+
+@pytest.fixture
+def newer_vllm(fake_vllm, tmp_path):
+    """The fake, of a version that the plugin was not tried with."""
+    (tmp_path / "fake" / "vllm-0.32.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: vllm\nVersion: 0.40.0\n"
+    )
+    return fake_vllm
+
+
+def test_outside_the_plugin_s_range_vllm_s_own_connector_reads(finished, newer_vllm, tmp_path, capsys):
+    made = run(finished, newer_vllm, tmp_path / "run")["extract"]
+    assert "extract_hidden_states" in made["reason"] and "0.40.0" in made["reason"]
+    assert made["with"] == "pass" and made["reason"] in capsys.readouterr().err
+    assert made["checks"]["head_agreement"] == made["checks"]["greedy_agreement"] == 1.0
+    assert max(made["checks"]["against_embedded"]["relative_error"].values()) < 0.01
+    rows = {r.row_id: r.ids for r in conversations.read(tmp_path / "run" / "conversations")}
+    found = stored(tmp_path / "run")
+    assert {name: r.ids_T.tolist() for name, r in found.items()} == rows
+    assert not (tmp_path / "run" / "states" / "steps").exists()
+
+
+def test_the_connector_s_other_ids_are_refused(finished, newer_vllm, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE", "other ids")
+    with pytest.raises(ContractError, match="silently wrong"):
+        run(finished, newer_vllm, tmp_path / "run")
+
+
+def test_a_connector_that_writes_nothing_is_an_error_with_the_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(connector, "WHOLE_S", 0.2)
+    with pytest.raises(SurroundingsError, match=r"x\.safetensors.*server's log"):
+        connector._whole(tmp_path / "x.safetensors")
+    (tmp_path / "x.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")  # half of a header
+    with pytest.raises(SurroundingsError, match="disk is full"):
+        connector._whole(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("said", [{}, {"kv_transfer_params": None}, {"kv_transfer_params": {"x": 1}}])
+def test_a_server_without_the_connector_is_named(said):
+    with pytest.raises(SurroundingsError, match="hidden_states_path"):
+        connector._name(said)
+
+
+def test_where_neither_can_be_the_reason_names_both():
+    old = Installed(Path("p"), "0.17.0", "cuda", "PATH")
+    assert vllm.cannot_connect(old, False, False) == "vLLM 0.17.0 is older than 0.18"
+    new = old._replace(version="0.40.0")
+    assert vllm.cannot_connect(new, False, False) is None
+    assert "MLA" in vllm.cannot_connect(new, False, True)
+    assert "container" in vllm.cannot_connect(new, True, False)
+    assert "GPU" in vllm.cannot_connect(new._replace(device="cpu"), False, False)

@@ -10,9 +10,9 @@ import torch
 from click.testing import CliRunner
 
 from eyas import pipeline
-from eyas.check import rules
+from eyas.check import stage as checking
 from eyas.cli import eyas
-from eyas.drafter import dialects
+from eyas.drafter import disk
 from eyas.errors import ContractError, RecipeError
 from eyas.recipe import SHIPPED_DRAFTERS
 from eyas.rundir import RunDir, read_json
@@ -49,7 +49,7 @@ def test_contract_and_vocabulary_are_kept_and_the_parent_is_measured_first(
     finished, parent, tmp_path, capsys
 ):
     run, made = warm(finished, parent, tmp_path / "run", "train.ttt_steps=2")
-    old, new = dialects.read(parent), dialects.read(run / "drafter" / "best")
+    old, new = disk.read(parent), disk.read(run / "drafter" / "best")
     assert torch.equal(old.d2t_W, new.d2t_W)
     assert new.contract.norms == old.contract.norms and new.contract.aux_layers == old.contract.aux_layers
     assert new.contract.ttt_steps == old.contract.ttt_steps == 3  # trained for the deeper of both
@@ -71,7 +71,7 @@ def test_a_rate_too_small_to_change_anything_keeps_the_parent_and_says_so(finish
     run, made = warm(finished, parent, tmp_path / "run", "train.lr=1e-30")
     assert made["train"]["parent"]["best_epoch"] == 0
     assert read_json(run / "drafter" / "best" / "metrics.json")["epoch"] == 0
-    before, after = (dialects.tensors_of(p) for p in (parent, run / "drafter" / "best"))
+    before, after = (disk.tensors_of(p) for p in (parent, run / "drafter" / "best"))
     assert all(torch.equal(before[n], after[n]) for n in before)
     said = capsys.readouterr()
     assert "training added nothing" in said.out + said.err
@@ -94,8 +94,8 @@ def test_the_child_names_its_own_prompts_and_its_parents(finished, parent, tmp_p
     (parent / "trained_on.txt").write_text("00000000deadbeef\n")
     run, _ = warm(finished, parent, tmp_path / "run")
     own = {r.prompt_key for r in conversations.read(run / "conversations", "train")}
-    assert dialects.trained_on(run / "drafter" / "best") == own | {"00000000deadbeef"}
-    assert dialects.trained_on(finished[1] / "drafter" / "best") == own
+    assert disk.trained_on(run / "drafter" / "best") == own | {"00000000deadbeef"}
+    assert disk.trained_on(finished[1] / "drafter" / "best") == own
 
 
 def test_held_out_prompts_that_the_parent_knows_are_named_and_left_out(finished, parent, tmp_path, capsys):
@@ -120,7 +120,7 @@ def test_a_parent_that_does_not_say_what_it_knows_is_named(finished, parent, tmp
     run, _ = warm(finished, parent, tmp_path / "run")
     said = capsys.readouterr()
     assert "does not say what it was trained on" in said.out + said.err
-    assert dialects.trained_on(run / "drafter" / "best") is None
+    assert disk.trained_on(run / "drafter" / "best") is None
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_from_nothing_is_one_key_away():
 def test_another_parent_makes_training_stale(finished, parent, tmp_path):
     run, _ = warm(finished, parent, tmp_path / "run")
     weights = parent / "model.safetensors"
-    tensors = dialects.tensors_of(parent)
+    tensors = disk.tensors_of(parent)
     tensors["fc.weight"] = tensors["fc.weight"] + 1
     from eyas.stores import tensors as files
 
@@ -192,9 +192,9 @@ def test_gain_by_hand():
 
 @pytest.mark.parametrize("folder", sorted(SHIPPED_DRAFTERS.iterdir()), ids=lambda p: p.name)
 def test_shipped_drafters_are_healthy_small_and_say_what_they_are(folder):
-    assert [f for f in rules.check(folder, None) if f.severity != "info"] == []
+    assert [f for f in checking.check(folder, None)[0] if f.severity != "info"] == []
     assert sum(p.stat().st_size for p in folder.iterdir()) <= 32e6
-    keys = dialects.trained_on(folder)
+    keys = disk.trained_on(folder)
     assert keys and all(len(k) == 16 for k in keys)
     card = (folder / "README.md").read_text(encoding="utf-8")
     for needed in ("Q4_1", "mt_bench", "gsm8k", "humaneval", "alpaca", "qa", "eyas run", "Limits"):

@@ -13,7 +13,7 @@ from eyas import interrupt
 from eyas.bench import measure, shown
 from eyas.bench.measure import Request
 from eyas.causes import NEAR_TIE
-from eyas.drafter import dialects, replay
+from eyas.drafter import disk, replay
 from eyas.drafter.decode import decode
 from eyas.drafter.network import Drafter
 from eyas.engines.hf import HFEngine
@@ -32,7 +32,7 @@ def run(resolved: Resolved, rundir: RunDir, rows: list[Row]) -> dict[str, Any]:
     engine = HFEngine(
         resolved.target, resolved.dtype, resolved.device, resolved.aux_layers, recipe.target.trust_remote_code
     )
-    drafter = dialects.read(rundir / "drafter" / "best", getattr(torch, resolved.dtype), resolved.device)
+    drafter = disk.read(rundir / "drafter" / "best", getattr(torch, resolved.dtype), resolved.device)
     bench = Bench(resolved, engine, drafter, rows)
     requests = bench.measure(rundir)
     shown.write_parquet(rundir, requests)

@@ -19,7 +19,7 @@ from eyas.bench import embedded, measure
 from eyas.bench.load import Ask, Place, end_to_end
 from eyas.bench.session import Session
 from eyas.contract import Norms
-from eyas.drafter import dialects
+from eyas.drafter import disk
 from eyas.drafter.network import Drafter
 from eyas.engines import vllm
 from eyas.engines.hf import HFEngine
@@ -94,7 +94,7 @@ def untrained(resolved: Resolved, work: RunDir) -> None:
     drafter.reset(0, torch.arange(c.draft_vocab), head, torch.ones(c.hidden))
     begun = work / "drafter.new"  # renamed when it is whole: a kill may come in between
     shutil.rmtree(begun, ignore_errors=True)
-    dialects.write(begun / "best", drafter, {"epoch": 0, "tau": {}})
+    disk.write(begun / "best", drafter, {"epoch": 0, "tau": {}})
     begun.rename(work / "drafter")
 
 
@@ -132,7 +132,7 @@ def _row(prompt: Any, ids: list[int]) -> Row:
 def _embedded(resolved: Resolved, work: RunDir, rows: list[Row]) -> tuple[str, list[dict[str, Any]]]:
     code = resolved.recipe.target.trust_remote_code
     engine = HFEngine(resolved.target, resolved.dtype, resolved.device, resolved.aux_layers, code)
-    drafter = dialects.read(work / "drafter" / "best", getattr(torch, resolved.dtype), resolved.device)
+    drafter = disk.read(work / "drafter" / "best", getattr(torch, resolved.dtype), resolved.device)
     requests = embedded.Bench(resolved, engine, drafter, rows).measure(work)
     return "hf", measure.cells(requests, resolved.recipe.verdict.confidence)
 

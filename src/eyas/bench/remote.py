@@ -82,7 +82,7 @@ def _chat(url: str, prompts: Sequence[list[dict[str, str]]], tokens: int) -> lis
 
     async def work() -> list[Reply]:
         async with Client(url) as asking:
-            return await client.gather(asking, CHAT, bodies, 4)
+            return await client.gather(asking.whole, CHAT, bodies, 4)
 
     return client.run(work())
 

@@ -14,7 +14,7 @@ from eyas.bench import shown
 from eyas.bench.load import Ask, Place, end_to_end
 from eyas.bench.measure import Request
 from eyas.bench.session import Session
-from eyas.drafter import dialects, replay
+from eyas.drafter import disk, replay
 from eyas.engines import vllm
 from eyas.engines.hf import HFEngine
 from eyas.progress import say
@@ -114,7 +114,7 @@ def replays(
         resolved.target, resolved.dtype, resolved.device, resolved.aux_layers,
         resolved.recipe.target.trust_remote_code,
     )  # fmt: skip
-    drafter = dialects.read(rundir / "drafter" / "best", getattr(torch, resolved.dtype), resolved.device)
+    drafter = disk.read(rundir / "drafter" / "best", getattr(torch, resolved.dtype), resolved.device)
     rows = [_states(engine, a.row_id, a.prompt_ids or [], answers[a.row_id].ids) for a in asks]
     embedding = engine.model.get_input_embeddings().weight
     accepted = replay.accepted_lengths(drafter, embedding, rows, max(session.options.k))

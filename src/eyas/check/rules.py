@@ -1,111 +1,410 @@
-"""The rules that a drafter folder must pass: names, shapes, vocabulary map, layer ids, config against contract, target.
+"""The rules that a drafter's folder must pass, whoever trained it. Each reads Facts and yields findings; a healthy drafter yields none.
 
-Each rule is a function of Facts and yields findings; a healthy drafter yields none.
+What an engine would make of it is in engine_rules.py. docs/checks.md has a section for each rule.
 """
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from eyas import contract as contracts
 from eyas.causes import Finding
-from eyas.contract import Contract
-from eyas.drafter import dialects
+from eyas.check.facts import Facts
+from eyas.contract import FIELDS
+from eyas.drafter import dialects, shapes
+from eyas.drafter.cards import ids_of
+from eyas.drafter.dialects import IDS, NEVER_SAVED, shift_of
 from eyas.errors import ContractError
-from eyas.target import Target
+from eyas.stores.weights import FLOATS
+
+DECIDING = (
+    "aux_layers",
+    "before_residual",
+    "fed_back",
+    "fc_norm",
+    "rope",
+    "map",
+)  # unknown ones lose acceptance in silence
+COMPARED = (
+    "architecture", "depth", "aux_layers", "fc_norm", "before_residual", "fed_back", "hidden", "mlp", "heads", "kv_heads", "head_dim",
+    "qk_norm", "bias", "activation", "eps", "rope", "window", "context", "vocab", "draft_vocab", "dtype",
+)  # fmt: skip
+LATER = ("dtype", "eagle_config")  # keys that drafters of older versions of eyas do not have
+THOUGHTS = ("<think>", "</think>", "<|channel|>", "<|message|>", "◁think▷", "◁/think▷")
+WRITES = {
+    "aux_layers": IDS, "fc_norm": "norm_before_fc and fc_norm", "before_residual": "norm_before_residual", "fed_back": "norm_output",
+    "hidden": "hidden_size", "mlp": "intermediate_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+    "depth": "num_hidden_layers", "eps": "rms_norm_eps", "rope": "rope_theta and rope_scaling", "context": "max_position_embeddings",
+    "vocab": "vocab_size", "draft_vocab": "draft_vocab_size", "activation": "hidden_act", "architecture": "architectures",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Facts:
-    folder: Path
-    config: dict[str, Any]
-    contract: Contract
-    tensors: dict[str, Tensor]
-    target: Target | None
-
-
-def gather(folder: Path, target: Target | None) -> Facts:
-    """Read a drafter folder. Raises ContractError where it cannot be read at all."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ContractError(f"{folder}/config.json cannot be read ({e}); is this a drafter folder?") from e
-    return Facts(
-        folder, config, contracts.read(folder / "contract.json"), dialects.tensors_of(folder), target
-    )
-
-
-def tensors_fit(f: Facts) -> Iterator[Finding]:
-    for problem in dialects.misfits(f.tensors, f.contract):
+def files(f: Facts) -> Iterator[Finding]:
+    for problem in f.weights.problems:
+        yield Finding("files", "error", problem, "fetch or write the file again")
+    if f.weights.pickles:
         yield Finding(
-            "tensors", "error", f"{f.folder}/model.safetensors: {problem}; the engine would leave it random"
+            "files",
+            "info",
+            f"{f.path}: {', '.join(f.weights.pickles[:3])} beside the safetensors are pickles, which eyas does not open and engines "
+            "leave alone where there are safetensors",
         )
 
 
-def values_finite(f: Facts) -> Iterator[Finding]:
-    for name, tensor in f.tensors.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+def tensors(f: Facts) -> Iterator[Finding]:
+    """Names that belong to no drafter, and those that eyas's own contract asks for."""
+    for disk in f.weights.tensors:
+        if disk.startswith(NEVER_SAVED):
             yield Finding(
-                "finite", "error", f"{f.folder}/model.safetensors: {name} holds NaN or infinity; train again"
+                "tensors",
+                "warning",
+                f"{disk} is a tensor of the target, not of the drafter",
+                "leave it out when saving",
             )
-
-
-def config_says_contract(f: Facts) -> Iterator[Finding]:
-    for key, value in dialects.config(f.contract).items():
-        found = f.config.get(key, "nothing")
-        if found != value:
-            yield Finding(
-                "config",
-                "error",
-                f"{f.folder}/config.json: {key} is {found!r}, the drafter was trained with {value!r}",
-            )
-
-
-def vocabulary_map(f: Facts) -> Iterator[Finding]:
-    d2t, t2d, c = f.tensors.get("d2t"), f.tensors.get("t2d"), f.contract
-    if d2t is None or t2d is None:
-        return  # tensors_fit names them
-    where = f"{f.folder}/model.safetensors: d2t"
-    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
-        yield Finding("vocabulary", "error", f"{where} is {d2t.dtype}, t2d {t2d.dtype}; need int64 and bool")
+    if f.contract is None:
         return
-    kept = torch.arange(len(d2t)) + d2t
-    if torch.equal(d2t, t2d.nonzero().flatten()) and not torch.equal(kept, d2t):
+    wanted = shapes.of_contract(f.contract)
+    for name, shape in wanted.items():
+        if name not in f.names:
+            yield Finding(
+                "tensors",
+                "error",
+                f'tensor "{name}" is missing; the engine would leave it random',
+                "train or export again",
+            )
+        elif (found := f.weights.tensors[f.names[name]].shape) != shape:
+            yield Finding(
+                "tensors",
+                "error",
+                f'tensor "{name}" has shape {found}, expected {shape}',
+                "train or export again",
+            )
+    for name, disk in f.names.items():
+        if name not in wanted and name != "embed_tokens.weight" and not disk.startswith(NEVER_SAVED):
+            yield Finding("tensors", "error", f'tensor "{disk}" is not part of this drafter', "remove it")
+
+
+def finite(f: Facts) -> Iterator[Finding]:
+    for name in f.weights.infinite():
         yield Finding(
-            "vocabulary", "error", f"{where} holds absolute ids; engines add arange, so subtract it"
+            "finite",
+            "error",
+            f"{f.path}: {name} holds NaN or infinity",
+            "train again, from the last good checkpoint",
         )
-    elif bool((kept < 0).any()) or bool((kept >= c.vocab).any()):
+
+
+def types(f: Facts) -> Iterator[Finding]:
+    kinds = {t.dtype for t in f.weights.tensors.values() if t.dtype in FLOATS}
+    if len(kinds) > 1 and f.card["quantisation"].value is None:
+        yield Finding(
+            "types",
+            "info",
+            f"{f.path}: weights of several types ({', '.join(sorted(kinds))}); engines cast them to the target's",
+        )
+
+
+def config(f: Facts) -> Iterator[Finding]:
+    """config.json and the tensors against the contract of the training: key by key, and what they come to together."""
+    if f.contract is None:
+        return
+    fix = f"eyas check {f.path} --fix"
+    wrong = dict(changed_keys(f))
+    for key, value in wrong.items():
+        found = f.config.get(key, "nothing")
+        yield Finding(
+            "config",
+            "error",
+            f"{f.path}/config.json: {key} is {found!r:.80}, the drafter was trained with {value!r:.80}",
+            fix,
+        )
+    for name in COMPARED:
+        found, trained = f.reading.card[name], f.card[name].value
+        if wrong.keys() & set(WRITES.get(name, name).split(" and ")) or (
+            not found.known and name not in DECIDING
+        ):
+            continue
+        if not found.known or found.value != trained:
+            said = (
+                f"says {found.value} ({found.where})" if found.known else f"does not say it ({found.where})"
+            )
+            yield Finding(
+                "config", "error", f"{f.path}/config.json {said}; {FIELDS[name]}: trained with {trained}", fix
+            )
+
+
+def changed_keys(f: Facts) -> Iterator[tuple[str, Any]]:
+    """Keys of config.json that are not what the contract comes to in this dialect, with what they should be."""
+    assert f.contract is not None
+    try:
+        wanted = dialects.config_of(f.card, f.reading.dialect, {}, f.contract.target_model_type)
+    except ContractError:
+        return  # the dialect has no words for it: the card tells
+    for key, value in wanted.items():
+        optional = key in LATER and key not in f.config
+        if not optional and f.config.get(key, ...) != value:
+            yield key, value
+
+
+def tied(f: Facts) -> Iterator[Finding]:
+    small, large = f.card["draft_vocab"].value, f.card["vocab"].value
+    if f.folder.flat.get("tie_word_embeddings") is True and "lm_head.weight" in f.names:
+        why = "" if small == large else f", and has {small} rows of the target's {large}"
+        yield Finding(
+            "tied", "error",
+            f"{f.path}/config.json: tie_word_embeddings is true, and the drafter has a head of its own{why}: SGLang would take the embedding for it",
+            "set tie_word_embeddings to false",
+        )  # fmt: skip
+
+
+def unknowns(f: Facts) -> Iterator[Finding]:
+    for name in DECIDING:
+        fact = f.card[name]
+        if not fact.known:
+            yield Finding("unknown", "unknown", f"{FIELDS[name]}: {fact.where}", _ask(name))
+
+
+def _ask(name: str) -> str:
+    asks = {
+        "aux_layers": f"ask who trained it, and state {IDS} (id i = input of layer i); with a target: --target DIR",
+        "before_residual": "ask who trained it, and state norm_before_residual",
+        "fed_back": "ask who trained it: state norm_output as engines mean it (true where norm(h) is fed back)",
+        "rope": "state one theta and one scaling, in one place",
+        "map": "export d2t (offsets) with the weights",
+        "fc_norm": "leave only the norm that it was trained with",
+    }
+    return asks[name]
+
+
+def vocabulary(f: Facts) -> Iterator[Finding]:
+    """d2t holds offsets: target id = draft id + d2t[draft id]."""
+    where, large = f"{f.path}: d2t", f.card["vocab"].value
+    small = f.card["draft_vocab"].value
+    if "d2t" not in f.names:
+        if small and large and small < large:
+            fix = (
+                f"eyas check {f.path} --fix"
+                if "t2d" in f.names
+                else "export d2t again, from the training checkpoint"
+            )
+            yield Finding(
+                "vocabulary",
+                "error",
+                f"{f.path} has no d2t, and drafts {small:,} of {large:,} ids: every engine takes draft id i for target id i",
+                fix,
+            )
+        return
+    try:
+        d2t, t2d = f.small.get("d2t"), f.small.get("t2d")
+    except ContractError as e:
+        yield Finding("vocabulary", "error", str(e), "export d2t as int64")
+        return
+    if d2t is None:
+        yield Finding("vocabulary", "error", f"{where} is no list of numbers", "export d2t again")
+        return
+    if d2t.dtype != np.int64:
         yield Finding(
             "vocabulary",
             "error",
-            f"{where} maps to ids outside 0..{c.vocab - 1}; offsets must stay inside the target vocabulary",
+            f"{where} is {f.weights.tensors[f.names['d2t']].dtype}; engines need int64",
+            f"eyas check {f.path} --fix",
         )
-    elif not bool((kept.diff() > 0).all()):
+    if d2t.dtype.kind not in "iu":
+        return
+    yield from _map(f, d2t.astype(np.int64), None if t2d is None else t2d.astype(bool), where)
+
+
+def _map(f: Facts, d2t: np.ndarray, t2d: np.ndarray | None, where: str) -> Iterator[Finding]:
+    small, large = f.card["draft_vocab"].value, f.card["vocab"].value
+    kept = np.arange(len(d2t)) + d2t
+    marked = None if t2d is None else np.flatnonzero(t2d)
+    rises = len(d2t) > 1 and bool((np.diff(d2t) > 0).all())
+    if small and len(d2t) != small:
         yield Finding(
-            "vocabulary", "error", f"{where} is not strictly increasing after adding arange: ids repeat"
+            "vocabulary",
+            "error",
+            f"{where} has {len(d2t):,} entries, and the draft vocabulary {small:,}",
+            "export them together",
         )
-    elif not torch.equal(kept, t2d.nonzero().flatten()):
-        yield Finding("vocabulary", "error", f"{where} and t2d keep different ids")
-    lost = [i for i in c.stop_ids if i < len(t2d) and not bool(t2d[i])]
+    if marked is not None and large and len(t2d if t2d is not None else ()) != large:
+        yield Finding(
+            "vocabulary",
+            "error",
+            f"{f.path}: t2d has {len(t2d if t2d is not None else ()):,} entries, and the target's vocabulary {large:,}",
+            "export them together",
+        )
+    if (
+        d2t.any()
+        and not np.array_equal(kept, d2t)
+        and (
+            (marked is not None and np.array_equal(d2t, marked))
+            or (marked is None and rises and large and kept[-1] >= large)
+        )
+    ):
+        yield Finding(
+            "vocabulary",
+            "error",
+            f"{where} holds absolute ids; engines add arange, so draft id 1 would be target id {int(kept[1]) if len(kept) > 1 else 0}",
+            f"eyas check {f.path} --fix",
+        )
+    elif large and len(kept) and (kept.min() < 0 or kept.max() >= large):
+        yield Finding(
+            "vocabulary",
+            "error",
+            f"{where} maps to ids outside 0..{large - 1}",
+            "export d2t again, as offsets",
+        )
+    elif not bool((np.diff(kept) > 0).all()):
+        yield Finding(
+            "vocabulary",
+            "error",
+            f"{where} is not strictly increasing after adding arange: ids repeat",
+            "export d2t again, as offsets",
+        )
+    elif marked is not None and not np.array_equal(kept, marked):
+        yield Finding(
+            "vocabulary",
+            "error",
+            f"{where} and t2d keep different ids",
+            f"eyas check {f.path} --fix" if not d2t.any() else "export them together",
+        )
+    elif marked is None and not d2t.any() and small and large and small < large:
+        yield Finding(
+            "vocabulary",
+            "unknown",
+            f"{where} is all zeros: the first {small:,} ids, or a map that was never filled",
+            "ask who trained it",
+        )
+    else:
+        yield from _special(f, set(kept.tolist()), where)
+
+
+def _special(f: Facts, kept: set[int], where: str) -> Iterator[Finding]:
+    stops = f.contract.stop_ids if f.contract else f.target.stop_ids if f.target else ()
+    lost = [i for i in stops if i not in kept]
     if lost:
+        bad = f.contract is not None or len(lost) == len(stops)
         yield Finding(
-            "vocabulary",
+            "vocabulary", "error" if bad else "warning",
+            f"{where}: stop ids {lost} are outside the draft vocabulary; {'ends' if bad else 'such ends'} are never drafted",
+            "build the draft vocabulary with them, and train again",
+        )  # fmt: skip
+    for token, number in (f.target.added_tokens() if f.target else {}).items():
+        if token in THOUGHTS and number not in kept:
+            yield Finding(
+                "vocabulary",
+                "warning",
+                f"{where}: {token} ({number}) is outside the draft vocabulary: the drafter can never propose it",
+                "build the draft vocabulary with it",
+            )
+
+
+def layers(f: Facts) -> Iterator[Finding]:
+    fact, n = f.card["aux_layers"], f.card["target_layers"].value
+    if not fact.known:
+        return
+    ids = list(fact.value)
+    if sorted(set(ids)) != ids or not ids or ids[0] < 0 or (n is not None and ids[-1] > n):
+        most = n if n is not None else "n"
+        yield Finding(
+            "layers",
             "error",
-            f"{where}: stop ids {lost} are outside the draft vocabulary; ends are never drafted",
+            f"{f.path}: aux layers {ids} ({fact.where}) are not ascending ids in 0..{most}",
+            "state the layers that it was trained on",
         )
-
-
-def layer_ids(f: Facts) -> Iterator[Finding]:
-    ids, n = list(f.contract.aux_layers), f.contract.target_layers
-    if sorted(set(ids)) != ids or not ids or ids[0] < 0 or ids[-1] > n:
+    elif f.contract is None and n and ids == [1, n // 2 - 1, n - 4] and fact.source == "stated":
+        ours = [i + 1 for i in ids]
         yield Finding(
-            "layers", "error", f"{f.folder}/contract.json: aux layers {ids} are not ascending ids in 0..{n}"
+            "layers", "error",
+            f"{f.path}: {fact.where} is {ids}, the default of SpecForge and ModelOpt, which number the outputs of layers: the same states are "
+            f"{ours} in this key, and vLLM would read every layer one too early",
+            f"write {ours} for {IDS}, or move {ids} into eagle_config for SGLang alone",
+        )  # fmt: skip
+    own, nested = ids_of(f.folder.flat.get(IDS)), ids_of(f.folder.nested.get(IDS))
+    shift = shift_of(nested, f.target) if nested else None
+    if own and nested and shift is not None and sorted(own) != sorted(i + shift for i in nested):
+        yield Finding(
+            "layers", "error",
+            f"{f.path}/config.json says two things: {IDS} {list(own)} for vLLM, and eagle_config's {list(nested)}, which SGLang takes for "
+            f"{sorted(i + shift for i in nested)}",
+            "make both say the layers that it was trained on",
+        )  # fmt: skip
+
+
+def widths(f: Facts) -> Iterator[Finding]:
+    """fc takes the aux states together, and gives the drafter's width."""
+    shape = f.folder.shape("fc.weight")
+    hidden, wide, ids = (f.card[n].value for n in ("hidden", "target_hidden", "aux_layers"))
+    if shape is None or len(shape) != 2:
+        yield Finding("widths", "error", f"{f.path}: fc.weight has shape {shape}", "export again")
+        return
+    if hidden and shape[0] != hidden:
+        yield Finding(
+            "widths",
+            "error",
+            f"{f.path}: fc gives {shape[0]}, and hidden_size is {hidden}",
+            "correct config.json",
         )
+    if wide and ids and shape[1] != len(ids) * wide:
+        yield Finding(
+            "widths", "error", f"{f.path}: fc takes {shape[1]}, and {len(ids)} aux layers of {wide} are {len(ids) * wide}",
+            "state as many layers as it was trained on, or target_hidden_size",
+        )  # fmt: skip
+    if f.target and wide and wide != f.target.hidden:
+        yield Finding(
+            "widths",
+            "error",
+            f"{f.path}: the aux states are {wide} wide, and {f.target.folder} has {f.target.hidden}",
+            "give the target that it was trained for",
+        )
+    if hidden and wide and hidden != wide and f.card["embedding"].value != "own":
+        yield Finding(
+            "widths",
+            "error",
+            f"{f.path}: the drafter is {hidden} wide, its target {wide}, and there is no embed_tokens of its own",
+            "export embed_tokens",
+        )
+
+
+def flags(f: Facts) -> Iterator[Finding]:
+    """Norm flags and norm tensors say the same."""
+    flat = f.folder.flat
+    for flag, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
+        value = f.folder.nested.get(flag, flat.get(flag))
+        if bool(value) and name not in f.names:
+            yield Finding(
+                "flags",
+                "error",
+                f"{f.path}/config.json: {flag} is true, and there is no {name}: the norm would be one of ones",
+                f"set {flag} to false, or export the norm",
+            )
+        if not value and name in f.names:
+            yield Finding(
+                "flags",
+                "error",
+                f"{f.path}: there is {name}, and {flag} is {'not stated' if value is None else 'false'}: engines leave the norm out or refuse it",
+                f"set {flag} to true",
+            )
+    if flat.get("norm_before_residual") is not None and not isinstance(flat["norm_before_residual"], bool):
+        yield Finding(
+            "flags",
+            "error",
+            f"{f.path}/config.json: norm_before_residual is {flat['norm_before_residual']!r:.60}",
+            "write true or false",
+        )
+
+
+def architecture(f: Facts) -> Iterator[Finding]:
+    names = f.config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if f.reading.dialect not in ("speculators", "eagle") and isinstance(name, str) and "Eagle3" not in name:
+        yield Finding(
+            "architecture", "error",
+            f"{f.path}/config.json: architectures names {name}, a plain language model, and the tensors are an EAGLE-3 drafter's: transformers "
+            "would fill what does not fit at random",
+            "write LlamaForCausalLMEagle3 (Eagle3DeepseekV2ForCausalLM with latent attention)",
+        )  # fmt: skip
 
 
 def same_target(f: Facts) -> Iterator[Finding]:
@@ -113,6 +412,23 @@ def same_target(f: Facts) -> Iterator[Finding]:
         yield Finding("target", "info", "no target given (--target DIR): the drafter is checked alone")
         return
     t, c = f.target, f.contract
+    if c is None:
+        vocab, rope = f.card["vocab"], f.card["rope"]
+        if vocab.known and vocab.value != t.vocab:
+            yield Finding(
+                "target",
+                "error",
+                f"{f.path}: vocabulary of {vocab.value:,} ids, and {t.folder} has {t.vocab:,}",
+                "give the target that it was trained for",
+            )
+        if rope.known and not t.latent and rope.value.theta != t.rope_theta:
+            yield Finding(
+                "target", "warning",
+                f"{f.path}: rope theta is {rope.value.theta:g} ({rope.where}), and the target's {t.rope_theta:g}: right if it was trained so, and lost "
+                "acceptance that grows with the context if a conversion dropped it",
+                "compare with the training's config",
+            )  # fmt: skip
+        return
     for name, ours, theirs in contracts.misfits(c, t):
         yield Finding("target", "error", f"{name}: the drafter expects {ours}, {t.folder} has {theirs}")
     if c.target_fingerprint != t.fingerprint:
@@ -124,28 +440,40 @@ def same_target(f: Facts) -> Iterator[Finding]:
         )
 
 
-def loads(f: Facts) -> Iterator[Finding]:
-    try:
-        dialects.read(f.folder)
-    except (ContractError, RuntimeError) as e:
-        yield Finding("load", "error", f"{f.folder} does not load: {e}")
+def trainers(f: Facts) -> Iterator[Finding]:
+    """What a trainer is known to do, which config and tensors cannot show."""
+    if f.reading.dialect == "modelopt" and any(n.startswith("layers.0.") for n in f.weights.tensors):
+        yield Finding(
+            "trainers", "info",
+            "ModelOpt 0.47 trains q, k and v on hidden_norm(input_layernorm(h)), and engines compute hidden_norm(h): acceptance in serving may lie "
+            "below that of training, with nothing wrong in the files",
+        )  # fmt: skip
+    rope = f.card["rope"].value
+    if f.reading.dialect == "modelopt" and rope and dict(rope.scaling).get("kind") == "yarn":
+        yield Finding(
+            "trainers",
+            "info",
+            f"rope: {rope}; ModelOpt trains plain rope and writes yarn when it exports, for longer contexts",
+        )
+
+
+def length(f: Facts) -> Iterator[Finding]:
+    trained, context = f.card["trained_length"], f.card["context"]
+    if trained.known and f.target and trained.value < f.target.context:
+        yield Finding(
+            "length",
+            "info",
+            f"trained on rows of at most {trained.value:,} tokens; beyond them acceptance is not known ({f.target.context:,} are served)",
+        )
+    if context.known and f.target and context.value < f.target.context:
+        yield Finding(
+            "length", "warning",
+            f"{f.path}/config.json: max_position_embeddings is {context.value:,}, below the target's {f.target.context:,}: SGLang does not start, and vLLM "
+            "stops drafting beyond it",
+            f"write {f.target.context}, or serve with a shorter context",
+        )  # fmt: skip
 
 
 RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    tensors_fit,
-    values_finite,
-    config_says_contract,
-    vocabulary_map,
-    layer_ids,
-    same_target,
-    loads,
-)
-
-
-def check(folder: Path, target: Target | None) -> list[Finding]:
-    """Every finding of every rule. A folder that cannot be read is one error."""
-    try:
-        facts = gather(folder, target)
-    except ContractError as e:
-        return [Finding("read", "error", str(e))]
-    return [finding for rule in RULES for finding in rule(facts)]
+    files, tensors, finite, types, config, tied, unknowns, vocabulary, layers, widths, flags, architecture, same_target, trainers, length,
+)  # fmt: skip

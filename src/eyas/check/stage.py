@@ -1,30 +1,85 @@
 """check: drafter -> findings. Reads drafter/best and the target's facts; writes check.json.
 
-eyas check RECIPE        eyas check DRAFTER_FOLDER --target TARGET_FOLDER
+eyas check RECIPE        eyas check DRAFTER_FOLDER --target TARGET_FOLDER [--engine vllm --engine-version 0.32.0] [--fix]
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eyas.causes import healthy
-from eyas.check import rules
-from eyas.progress import say
-from eyas.recipe import Resolved
-from eyas.rundir import RunDir
+from eyas.causes import Finding, healthy
+from eyas.check import engine_rules, facts, mend, rules
+from eyas.check.engine_rules import Named
+from eyas.check.facts import Facts
+from eyas.contract import FIELDS
+from eyas.errors import ContractError
+from eyas.progress import say, table
 from eyas.target import Target
 
+if TYPE_CHECKING:  # checking a folder needs neither recipes nor torch
+    from eyas.recipe import Resolved
+    from eyas.rundir import RunDir
 
-def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
-    """Check the run's best drafter against its target; returns the manifest."""
-    return rundir.finish("check", look(rundir / "drafter" / "best", resolved.target))
+
+def run(resolved: "Resolved", rundir: "RunDir") -> dict[str, Any]:
+    """Check the run's best drafter against its target, and for the recipe's engine; returns the manifest."""
+    return rundir.finish("check", look(rundir / "drafter" / "best", resolved.target, _engine(resolved)))
 
 
-def look(folder: Path, target: Target | None) -> dict[str, Any]:
-    """Check any drafter folder; prints the findings and returns them."""
-    findings = rules.check(folder, target)
+def _engine(resolved: "Resolved") -> Named | None:
+    options = resolved.recipe.engine
+    if options.name == "hf" or options.url:
+        return None
+    from eyas.engines import vllm
+
+    return engine_rules.named(options.name, vllm.find(options.python, options.command).version)
+
+
+def check(
+    folder: Path, target: Target | None, engine: Named | None = None
+) -> tuple[list[Finding], Facts | None]:
+    """Every finding of every rule, and what they looked at. A folder that cannot be read is one error."""
+    try:
+        seen = facts.gather(folder, target)
+    except ContractError as e:
+        return [Finding("read", "error", str(e))], None
+    found = [finding for rule in rules.RULES for finding in rule(seen)]
+    return found + (list(engine_rules.findings(seen, engine)) if engine else []), seen
+
+
+def look(
+    folder: Path, target: Target | None, engine: Named | None = None, fix: bool = False
+) -> dict[str, Any]:
+    """Check any drafter folder; prints the findings and returns them. fix: mend first what can be mended for certain."""
+    findings, seen = check(folder, target, engine)
+    done = mend.mend(seen) if fix and seen else []
+    if done:
+        for text in done:
+            say(f"  mended: {text}")
+        findings, seen = check(folder, target, engine)
     for finding in findings:
-        say(f"  {finding.severity}: [{finding.rule}] {finding.message}")
+        say(
+            f"  {finding.severity}: [{finding.rule}] {finding.message}"
+            + (f"\n      fix: {finding.fix}" if finding.fix else "")
+        )
     good = healthy(findings)
+    if seen is not None and engine is None:
+        table(engine_rules.table(seen))
     if good:
-        say(f"  {folder}: nothing stands in the way ({len(rules.RULES)} rules)")
-    return {"drafter": folder.name, "healthy": good, "findings": [f.as_json() for f in findings]}
+        said = f" in {engine.name} {'.'.join(map(str, engine.version))}" if engine else ""
+        say(f"  {folder}: nothing stands in the way{said} ({len(rules.RULES)} rules)")
+    card = (
+        {
+            n: {"value": str(seen.card[n].value), "source": seen.card[n].source, "from": seen.card[n].where}
+            for n in FIELDS
+        }
+        if seen
+        else None
+    )
+    return {
+        "drafter": folder.name,
+        "dialect": seen.reading.dialect if seen else None,
+        "healthy": good,
+        "findings": [f.as_json() for f in findings],
+        "mended": done,
+        "card": card,
+    }

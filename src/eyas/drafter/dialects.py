@@ -1,153 +1,322 @@
-"""A drafter on disk, in the dialect that vLLM reads as it is (flat config, `midlayer.*`, d2t offsets, t2d).
+"""The dialects in which trainers and engines write a drafter: how each is recognised, its names, and its config written from a card.
 
-    drafter/best/config.json  model.safetensors  contract.json  metrics.json  trained_on.txt
+    vllm         flat config, aux layers at the top level (id i = input of layer i), flags as vLLM means them; what eyas writes
+    sglang       flat config, aux layers in eagle_config, numbered as SGLang's class of the target reads them; SpecForge
+    speculators  nested transformer_layer_config, layers.0.*
+    eagle        SafeAILab EAGLE: flat, no aux layers, no rope; its code has them fixed
+    modelopt     NVIDIA ModelOpt: flat, eagle_config with outputs of layers (id + 1 is ours), d2t without t2d
 
-The table below is the whole translation. Source of names: vLLM 0.32 model_executor/models/llama_eagle3.py.
+drafter/cards.py reads a folder of any of them. Sources: speculators 0.9.0 models/eagle3/config.py,
+SpecForge 0.2.0 modeling/draft/llama3_eagle.py, EAGLE traineagle3/cnets.py, ModelOpt 0.47.0 export/plugins/hf_spec_configs.py.
 """
 
-import json
-import os
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-
-from eyas import contract as contracts
-from eyas.contract import Contract
-from eyas.drafter.network import Drafter
+from eyas.contract import FIELDS, Card, Rope
 from eyas.errors import ContractError
-from eyas.stores import tensors as tensor_files
+from eyas.target import Target
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-TRAINED_ON = "trained_on.txt"
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
-LAYER_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-
-
-def names(c: Contract) -> dict[str, str]:
-    """Our parameter name -> the tensor's name on disk."""
-    table = {"fc": "fc", "norm": "norm", "lm_head": "lm_head"}
-    table |= {n: f"midlayer.self_attn.{n}" for n in ATTENTION}
-    table |= {n: f"midlayer.mlp.{n}" for n in MLP}
-    table |= {n: f"midlayer.{n}" for n in LAYER_NORMS}
-    if c.norms.fc == "chunks":
-        table |= {f"fc_norm.{i}": f"fc_norm.{i}" for i in range(len(c.aux_layers))}
-    if c.norms.fc == "whole":
-        table["input_norm"] = "input_norm"
-    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in table.items()}
-
-
-def shapes(c: Contract) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a drafter of this contract has on disk, with its shape."""
-    with torch.device("meta"):
-        ours = dict(Drafter(c).named_parameters())
-    out = {theirs: tuple(ours[name].shape) for name, theirs in names(c).items()}
-    return out | {"d2t": (c.draft_vocab,), "t2d": (c.vocab,)}
+NAMES = ("vllm", "sglang", "speculators", "eagle", "modelopt")
+IDS = "eagle_aux_hidden_state_layer_ids"
+DEEPSEEK = {
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_k2",
+    "kimi_k25",
+    "glm_moe_dsa",
+    "glm4_moe_lite",
+}
+LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NEVER_SAVED = (
+    "verifier_lm_head.",
+    "verifier_norm.",
+    "target_model.",
+)  # of the target, leaked into a drafter's file
 
 
-def config(c: Contract) -> dict[str, Any]:
-    """The flat config.json. Layer ids are ours, which are vLLM's (id i = input of layer i)."""
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "hidden_size": c.hidden,
-        "intermediate_size": c.mlp,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "num_hidden_layers": 1,
-        "vocab_size": c.vocab,
-        "draft_vocab_size": c.draft_vocab,
-        "max_position_embeddings": c.context,
-        "rms_norm_eps": c.eps,
-        "rope_theta": c.rope_theta,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "eos_token_id": c.stop_ids[0] if len(c.stop_ids) == 1 else list(c.stop_ids),
-        "torch_dtype": c.dtype,
-        "eagle_aux_hidden_state_layer_ids": list(c.aux_layers),
-        "num_aux_hidden_states": len(c.aux_layers),
-        "norm_before_residual": c.norms.before_residual,
-        "norm_before_fc": c.norms.fc == "whole",
-        "fc_norm": c.norms.fc == "chunks",
-        "norm_output": c.norms.output,
-    }
+class Shape(NamedTuple):
+    """A tensor as a card needs it."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
-def write(
-    folder: Path, drafter: Drafter, metrics: dict[str, Any], trained_on: Iterable[str] | None = None
-) -> None:
-    """Write a drafter folder (not atomic: write into a temporary folder and rename it).
+@dataclass(frozen=True)
+class Folder:
+    """A drafter's config and tensors, as they are, and what is known of its target."""
 
-    trained_on: keys of all prompts that it and its parents have learned from; None where that is unknown.
+    config: dict[str, Any]
+    tensors: Mapping[str, Shape]
+    target: Target | None = None
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """The layer's keys and the drafter's in one table, whatever the nesting."""
+        inner = self.config.get("transformer_layer_config")
+        return {**(inner if isinstance(inner, dict) else {}), **self.config}
+
+    @property
+    def nested(self) -> dict[str, Any]:
+        found = self.config.get("eagle_config")
+        return found if isinstance(found, dict) else {}
+
+    def names(self) -> dict[str, str]:
+        """Canonical name -> name on disk."""
+        return {canonical(n): n for n in self.tensors}
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        found = self.names().get(name)
+        return self.tensors[found].shape if found else None
+
+
+class Recognised(NamedTuple):
+    dialect: str
+    reason: str
+
+
+def canonical(name: str) -> str:
+    """A tensor's name in the vllm dialect: no prefix, midlayer for the first layer, fc_norm for its older names."""
+    name = re.sub(r"^(model|draft_model|module|eagle_module)\.", "", name)
+    name = re.sub(r"^layers\.0\.", "midlayer.", name)
+    for old, new in LEGACY.items():
+        name = name.replace(old, new)
+    return name
+
+
+def named(name: str, dialect: str) -> str:
+    """A canonical name in a dialect."""
+    return (
+        name.replace("midlayer.", "layers.0.", 1)
+        if dialect in ("speculators", "modelopt") and name.startswith("midlayer.")
+        else name
+    )
+
+
+def recognise(folder: Folder) -> Recognised:
+    """Which dialect a folder is written in, by its plainest mark. Raises ContractError for what is no EAGLE-3 drafter."""
+    config, nested = folder.config, folder.nested
+    names = folder.names()
+    kind = config.get("speculators_model_type")
+    if kind is not None or "speculators_config" in config:
+        if kind not in (None, "eagle3"):
+            raise ContractError(f"speculators_model_type is {kind!r}: not an EAGLE-3 drafter")
+        return Recognised("speculators", "speculators_model_type" if kind else "speculators_config")
+    fc = folder.shape("fc.weight")
+    if fc is None and names:
+        raise ContractError(
+            "there is no fc.weight among the tensors: not an EAGLE-3 drafter, or its names have a prefix that eyas does not know "
+            f"(first names: {', '.join(sorted(folder.tensors)[:3])})"
+        )
+    if "next_layer_regular" in nested or "parallel_draft_step" in nested:
+        return Recognised("modelopt", "eagle_config.next_layer_regular")
+    if config.get(IDS) is not None:
+        return Recognised("vllm", f"{IDS} at the top level")
+    if nested.get(IDS) is not None:
+        return Recognised("sglang", f"eagle_config.{IDS}")
+    if config.get("architectures") == ["LlamaForCausalLM"] and "draft_vocab_size" in config:
+        return Recognised("eagle", "LlamaForCausalLM with draft_vocab_size and no aux layers")
+    if not names.keys() & {"t2d"} and "d2t" in names and "eagle_config" in config:
+        return Recognised("modelopt", "d2t without t2d")
+    return Recognised("vllm", "a flat config without marks of another")
+
+
+def shift_of(ids: Collection[int], target: Target | None) -> int | None:
+    """What SGLang adds to the ids of eagle_config to get ours; None where it depends on a target that is not known.
+
+    Source: SGLang 0.5.23 models/llama.py (adds 1), deepseek_v2.py:3470 and glm4_moe_lite (add 1 only if the first id is 1).
     """
-    c = drafter.contract
-    folder.mkdir(parents=True)
-    ours = drafter.state_dict()
-    dtype = getattr(torch, c.dtype)
-    tensors = {theirs: ours[name].detach().to("cpu", dtype).contiguous() for name, theirs in names(c).items()}
-    kept = drafter.kept_W.cpu()
-    tensors["d2t"] = ours["d2t_W"].cpu().clone()
-    tensors["t2d"] = torch.zeros(c.vocab, dtype=torch.bool).index_fill_(0, kept, True)
-    tensor_files.save(tensors, folder / "model.safetensors", {"format": "pt"})
-    c.write(folder / "contract.json")
-    (folder / "config.json").write_text(json.dumps(config(c), indent=1) + "\n", encoding="utf-8")
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-    if trained_on is not None:
-        (folder / TRAINED_ON).write_text("".join(f"{k}\n" for k in sorted(trained_on)), encoding="utf-8")
-    for path in folder.iterdir():
-        with path.open("rb") as f:
-            os.fsync(f.fileno())
+    first = next(iter(ids), None)
+    if target is None:
+        return 1 if first == 1 else None
+    return 1 if target.model_type not in DEEPSEEK or first == 1 else 0
 
 
-def trained_on(folder: Path) -> frozenset[str] | None:
-    """Keys of the prompts that a drafter has learned from, or None where its folder does not say."""
-    path = folder / TRAINED_ON
-    return frozenset(path.read_text(encoding="utf-8").split()) if path.is_file() else None
+class Limit(NamedTuple):
+    """What a dialect can say of a field, and why no more."""
+
+    field: str
+    says: Callable[[Any], bool]
+    why: str
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """The tensors on disk. Raises ContractError when the file is missing or unreadable."""
-    path = folder / "model.safetensors"
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as e:
-        raise ContractError(f"{path} is not a readable safetensors file ({e}).") from e
+def _only(field: str, value: Any, why: str) -> Limit:
+    return Limit(field, lambda found: found == value, why)
 
 
-def read(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Drafter:
-    """Load a drafter that `write` wrote; every tensor must be there with its shape, and no other.
+UNNORMED = _only("before_residual", False, "its layer adds the un-normed state")
+FED_HIDDEN = _only("fed_back", "hidden", "it feeds the un-normed state back")
+NO_FC_NORM = _only("fc_norm", "none", "it has no norm before fc")
+FULL = _only("window", None, "its attention has no window")
+PLAIN = (
+    _only("qk_norm", False, "its layer has no norms of queries and keys"),
+    _only("bias", False, "its projections have no biases"),
+)
+LIMITS: dict[str, tuple[Limit, ...]] = {
+    "vllm": (),
+    "sglang": (UNNORMED, FULL, *PLAIN),
+    "speculators": (
+        _only("architecture", "llama", "it knows no latent attention"),
+        Limit("rope", lambda r: r.partial == 1, "its layer rotates whole heads"),
+    ),
+    "eagle": (
+        _only("architecture", "llama", "it knows no latent attention"), UNNORMED, FED_HIDDEN, NO_FC_NORM, FULL, *PLAIN,
+        Limit("rope", lambda r: r == Rope(10000.0), "its training code knows theta 10000 alone"),
+        _only("depth", 1, "it has one layer"),
+    ),
+    "modelopt": (UNNORMED, FED_HIDDEN, NO_FC_NORM, FULL, _only("qk_norm", False, "its layer has no norms of queries and keys")),
+}  # fmt: skip
+NEEDED = (
+    "architecture", "depth", "aux_layers", "fc_norm", "before_residual", "fed_back", "hidden", "target_hidden", "mlp", "heads",
+    "kv_heads", "head_dim", "qk_norm", "bias", "activation", "eps", "rope", "window", "context", "vocab", "draft_vocab", "map", "dtype",
+)  # fmt: skip
 
-    Raises ContractError naming the first tensor that differs.
-    """
-    c = contracts.read(folder / "contract.json")
-    tensors = tensors_of(folder)
-    for problem in misfits(tensors, c):
-        raise ContractError(f"{folder}/model.safetensors: {problem}")
-    drafter = Drafter(c)
-    state = {ours: tensors[theirs] for ours, theirs in names(c).items()}
-    drafter.load_state_dict(state | {"d2t_W": tensors["d2t"]})
-    return drafter.to(device, dtype).eval()
 
-
-def misfits(tensors: dict[str, Tensor], c: Contract) -> list[str]:
-    """How the tensors differ from what the contract needs: missing, unknown, or of another shape."""
-    wanted = shapes(c)
-    out = [f'tensor "{n}" is missing' for n in wanted if n not in tensors]
+def cannot_say(card: Card, dialect: str) -> list[str]:
+    """Why a drafter cannot be written in a dialect: what is unknown of it, and what the dialect has no words for."""
+    out = [f"{FIELDS[name]} is unknown ({card[name].where})" for name in NEEDED if not card[name].known]
+    if card["architecture"].value == "mla":
+        out.append(
+            "its attention is latent (MLA): eyas reads and checks such drafters, and does not write them"
+        )
     out += [
-        f'tensor "{n}" is not part of this drafter'
-        for n in tensors
-        if n not in wanted and n != "embed_tokens.weight"
+        f"{FIELDS[limit.field]} is {card[limit.field].value}, and {limit.why}"
+        for limit in LIMITS[dialect]
+        if card[limit.field].known and not limit.says(card[limit.field].value)
     ]
-    out += [
-        f'tensor "{n}" has shape {tuple(tensors[n].shape)}, expected {s}'
-        for n, s in wanted.items()
-        if n in tensors and tuple(tensors[n].shape) != s
-    ]
+    ids, n = card["aux_layers"].value, card["target_layers"].value
+    if dialect == "eagle" and ids and ids != ((2, n // 2, n - 3) if n else None):
+        out.append(
+            f"aux layers are {list(ids)}, and its code has [2, n//2, n-3] fixed, of a target that must be known (--target)"
+        )
     return out
+
+
+def config_of(card: Card, dialect: str, about: Mapping[str, Any], model_type: str | None) -> dict[str, Any]:
+    """config.json in a dialect. about: keys that say nothing of the drafter's meaning (eos_token_id, …); model_type: the target's, on
+    which SGLang's numbering depends. Raises ContractError with all that cannot be said.
+    """
+    if why := cannot_say(card, dialect):
+        raise ContractError(f"this drafter cannot be written for {dialect}: {'; '.join(why)}.")
+    v = {name: fact.value for name, fact in card.items()}
+    layer = _layer(v) | _rope(v["rope"])
+    if dialect == "speculators":
+        return _speculators(v, layer, about)
+    out = {
+        "architectures": [_architecture(v, dialect)],
+        "model_type": _model_type(v),
+        **layer,
+        "draft_vocab_size": v["draft_vocab"],
+    }
+    out |= {"tie_word_embeddings": False, "torch_dtype": v["dtype"], "dtype": v["dtype"]}
+    out |= {k: x for k, x in about.items() if k in TOKENS}
+    if v["target_hidden"] != v["hidden"]:
+        out["target_hidden_size"] = v["target_hidden"]  # null would break both engines
+    ids = list(v["aux_layers"])
+    if dialect in ("vllm", "sglang"):
+        out |= {"num_aux_hidden_states": len(ids), "norm_output": v["fed_back"] == "normed"}
+        out |= {"norm_before_fc": v["fc_norm"] == "whole", "fc_norm": v["fc_norm"] == "chunks"}
+    nested = nested_ids(ids, model_type)
+    if dialect == "vllm":
+        out |= {IDS: ids, "norm_before_residual": v["before_residual"]}
+        nested = (
+            None if cannot_say(card, "sglang") else nested
+        )  # one folder for both engines, where SGLang can run it
+    elif dialect == "sglang" and nested is None:
+        raise ContractError(
+            "this drafter cannot be written for sglang: how it numbers layers depends on the target: give --target."
+        )
+    if dialect == "modelopt":
+        nested = [i - 1 for i in ids]
+    if nested is not None and dialect != "eagle":
+        out["eagle_config"] = {IDS: nested, "use_aux_hidden_state": True}
+    if dialect == "modelopt":
+        out["eagle_config"] |= {
+            "next_layer_regular": True,
+            "use_last_layernorm": True,
+            "use_input_layernorm_in_first_layer": True,
+        }
+    return out
+
+
+def nested_ids(ids: list[int], model_type: str | None) -> list[int] | None:
+    """Our ids as SGLang's class of the target reads them in eagle_config; None where the target is not known. The order does not count
+    but for the first, which DeepSeek's class takes for a sign of the other numbering where it is 1."""
+    if model_type is None:
+        return None
+    if model_type not in DEEPSEEK:
+        return [i - 1 for i in ids]
+    return ids if ids[0] != 1 else [*ids[1:], ids[0]]
+
+
+def _architecture(v: Mapping[str, Any], dialect: str) -> str:
+    if v["architecture"] == "mla":
+        return "Eagle3DeepseekV2ForCausalLM"
+    if v["qk_norm"]:
+        return "Eagle3Qwen3ForCausalLM"
+    return "LlamaForCausalLM" if dialect == "eagle" else "LlamaForCausalLMEagle3"
+
+
+def _model_type(v: Mapping[str, Any]) -> str:
+    if v["architecture"] == "mla":
+        return "deepseek_v2"  # vLLM rewrites a deepseek_v3 drafter to its MTP class
+    return "qwen3" if v["qk_norm"] else "llama"
+
+
+def _layer(v: Mapping[str, Any]) -> dict[str, Any]:
+    out = {
+        "hidden_size": v["hidden"], "intermediate_size": v["mlp"], "num_attention_heads": v["heads"],
+        "num_key_value_heads": v["kv_heads"], "head_dim": v["head_dim"], "num_hidden_layers": v["depth"], "vocab_size": v["vocab"],
+        "max_position_embeddings": v["context"], "rms_norm_eps": v["eps"], "hidden_act": v["activation"], "attention_bias": v["bias"],
+    }  # fmt: skip
+    if v["window"]:
+        out |= {
+            "layer_types": ["sliding_attention"] * v["depth"],
+            "sliding_window": v["window"],
+            "use_sliding_window": True,
+        }
+    return out
+
+
+def _rope(rope: Rope) -> dict[str, Any]:
+    """Keys that every reader, old and new, understands alike: theta at the top level and inside the dict."""
+    out: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.partial != 1:
+        out["partial_rotary_factor"] = rope.partial
+    if rope.scaling:
+        kind = {
+            ("rope_type" if k == "kind" else k): (list(x) if isinstance(x, tuple) else x)
+            for k, x in rope.scaling
+        }
+        out["rope_scaling"] = {**kind, "rope_theta": rope.theta}
+    return out
+
+
+def _speculators(v: Mapping[str, Any], layer: dict[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
+    rope = layer.pop("rope_scaling", {"rope_type": "default", "rope_theta": v["rope"].theta})
+    layer.pop("rope_theta")
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": 3,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "draft_vocab_size": v["draft_vocab"],
+        "norm_before_residual": v["before_residual"], "norm_before_fc": v["fc_norm"] == "whole", "fc_norm": v["fc_norm"] == "chunks",
+        "norm_output": v["fed_back"] == "normed", "eagle_aux_hidden_state_layer_ids": list(v["aux_layers"]),
+        "target_hidden_size": v["target_hidden"] if v["target_hidden"] != v["hidden"] else None, "embed_requires_grad": False,
+        "tie_word_embeddings": False, "dtype": v["dtype"],
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
+            "verifier": {"name_or_path": about.get("verifier"), "architectures": about.get("verifier_architectures", [])},
+        },
+        "transformer_layer_config": {
+            "model_type": "qwen3" if v["qk_norm"] else "llama", **layer, "rope_parameters": rope, "tie_word_embeddings": False,
+            "num_aux_hidden_states": len(v["aux_layers"]), **{k: x for k, x in about.items() if k in TOKENS},
+        },
+    }  # fmt: skip

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ FEW_CORES = 2  # where vLLM's habit of keeping one core for its HTTP server cost
 
 PLUGIN = Path(__file__).parents[1] / "plugins" / "eyas-vllm"
 KEEPS = ((0, 25), (0, 32))  # oldest and newest version that the plugin was tried with; it refuses others too
+CONNECTOR, CONNECTOR_SINCE = "ExampleHiddenStatesConnector", (0, 18)
 
 
 class Installed(NamedTuple):
@@ -53,11 +55,12 @@ class Installed(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """States that the server shall keep of tagged requests (plugins/eyas-vllm)."""
+    """States that the server shall keep: of tagged requests (plugins/eyas-vllm), or of the prompts of all (vLLM's own connector)."""
 
     folder: Path
     layers: tuple[int, ...]  # aux layers, and the number of layers last
     dtype: str  # of the aux states
+    connector: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,17 @@ def cannot_keep(engine: Installed, contained: bool) -> str | None:
     return None
 
 
+def cannot_connect(engine: Installed, contained: bool, latent: bool) -> str | None:
+    """Why vLLM's own connector for hidden states cannot be used, or None. latent: the target's attention (MLA)."""
+    if tuple(map(int, re.findall(r"\d+", engine.version)[:2])) < CONNECTOR_SINCE:
+        return f"vLLM {engine.version} is older than {'.'.join(map(str, CONNECTOR_SINCE))}"
+    if engine.device == "cpu":
+        return "it needs a GPU"
+    if latent:
+        return "it refuses targets with latent attention (MLA)"
+    return "a container writes where eyas does not read" if contained else None
+
+
 def untested(version: str) -> str | None:
     """A note on a version that was not tried, or None."""
     if version in TESTED:
@@ -258,10 +272,18 @@ def command(engine: Installed, s: Serving) -> list[str]:
     if s.drafter:
         speculative = {"method": "eagle3", "model": str(s.drafter), "num_speculative_tokens": s.k}
         out += ["--speculative-config", json.dumps(speculative)]
-    if s.keep:
-        out.append(
-            "--no-enable-prefix-caching"
-        )  # what a cache holds is not computed again, so its states would be missing
+    if s.keep:  # what a cache holds is not computed again, so its states would be missing
+        out.append("--no-enable-prefix-caching")
+    if s.keep and s.keep.connector:
+        layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(s.keep.layers)}}
+        speculative = {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": layers,
+        }
+        storage = {"shared_storage_path": str(s.keep.folder)}
+        transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_producer", "kv_connector_extra_config": storage}
+        out += ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer)]
     return [*out, *s.args]
 
 
@@ -269,7 +291,7 @@ def environment(engine: Installed, s: Serving) -> dict[str, str]:
     """What is added to the environment: no hub, no usage report; on a CPU the cache's size, all of two cores, and the libraries
     without which speculation is several times slower."""
     out = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-    if s.keep:
+    if s.keep and not s.keep.connector:
         out |= {
             "EYAS_STATES_DIR": str(s.keep.folder), "EYAS_STATES_LAYERS": json.dumps(s.keep.layers),
             "EYAS_STATES_DTYPE": s.keep.dtype, "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -292,12 +314,14 @@ def environment(engine: Installed, s: Serving) -> dict[str, str]:
 
 
 def setup(python: str, folder: Path) -> Installed:
-    """Install vLLM's CPU build into an environment of its own: the wheel, its requirements without torch's companions.
+    """Install vLLM's CPU build into an environment of its own (the wheel, its requirements without torch's companions), and eyas's
+    plugin, which does nothing there unless a server is told to keep states.
 
     Raises SurroundingsError with the failing command's last words.
     """
     if (found := ask(folder / "bin" / "python", "eyas engine setup")) is not None:
         say(f"vLLM {found.version} is there already: {folder}")
+        install_plugin(found.python)
         return found
     pip = [str(folder / "bin" / "python"), "-m", "pip"]
     wheels = folder / "wheels"
@@ -316,7 +340,19 @@ def setup(python: str, folder: Path) -> Installed:
         raise SurroundingsError(
             f"{folder}: vLLM was installed and does not answer. Remove the folder and try again."
         )
+    install_plugin(made.python)
     return made
+
+
+def install_plugin(python: Path) -> None:
+    """pip install of plugins/eyas-vllm into an environment that has vLLM. A server of eyas's takes the plugin that comes with this
+    eyas from PYTHONPATH, which goes before what is installed."""
+    with tempfile.TemporaryDirectory() as place:  # a build writes beside its source
+        source = shutil.copytree(
+            PLUGIN, Path(place) / "eyas-vllm", ignore=shutil.ignore_patterns("*.dist-info")
+        )
+        options = ["--no-deps", "--no-build-isolation", "--force-reinstall"]
+        _must([str(python), "-m", "pip", "install", "-q", *options, str(source)])
 
 
 def _requirements(wheel: Path) -> list[str]:

@@ -8,7 +8,7 @@ greedy answers against it. A few rows are computed by the embedded engine too, w
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,10 @@ from eyas.extract.head import Checker, Extracted, described, own_logits
 from eyas.progress import Progress, say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir, atomic, read_json
-from eyas.servers import reading, serve
-from eyas.servers.serve import Running
+from eyas.servers import connector, reading, serve
 from eyas.stores import likeness, states
 from eyas.stores.conversations import Row
-from eyas.stores.states import RowRef
+from eyas.stores.states import RowRef, RowStates
 from eyas.stores.steps import NO_ID, Steps
 
 KEPT = Path("conversations") / "states"
@@ -87,13 +86,21 @@ def take(resolved: Resolved, rundir: RunDir, rows: list[Row], checker: Checker) 
     return Extracted(_described(paths), counts, about | _beside(resolved, paths), tokens, seconds)
 
 
-def read_again(resolved: Resolved, rundir: RunDir, rows: list[Row], checker: Checker) -> Extracted:
-    """A pass over the stored ids in vLLM, each row a prompt; resumes after the last complete shard."""
+Read = Callable[
+    [list[Row]], list[RowStates]
+]  # of a group of rows; what the engine kept of them is gone afterwards
+
+
+def read_again(
+    resolved: Resolved, rundir: RunDir, rows: list[Row], checker: Checker, own: bool = False
+) -> Extracted:
+    """A pass over the stored ids in vLLM, each row a prompt, through the plugin or (own) vLLM's connector; resumes after the last
+    complete shard."""
     folder, made, began = rundir / "states", 0, time.perf_counter()
     by_id, counts, paths = {r.row_id: r for r in rows}, Counter[str](), []
     with contextlib.ExitStack() as stack:
-        begin = partial(_begin, stack, resolved, rundir)
-        server: tuple[Running, Steps] | None = None
+        begin = partial(_by_connector if own else _by_plugin, stack, resolved, rundir)
+        read: Read | None = None
         progress = stack.enter_context(Progress("extract", sum(len(r.ids) for r in rows), "tokens"))
         per_token = resolved.token_bytes
         for number, group in enumerate(states.groups(rows, resolved.recipe.extract.shard_bytes, per_token)):
@@ -104,8 +111,10 @@ def read_again(resolved: Resolved, rundir: RunDir, rows: list[Row], checker: Che
                 progress.done += tokens
                 progress.first += tokens
             else:
-                server = server or begin()
-                _read_shard(*server, group, path)
+                read = read or begin()
+                done = read(group)
+                with atomic(path) as tmp:
+                    states.write_shard(tmp, done, {})
                 progress.add(tokens)
                 made += tokens
             paths.append(path)
@@ -120,19 +129,31 @@ def _described(paths: list[Path]) -> list[dict[str, Any]]:
         return list(pool.map(described, paths))
 
 
-def _begin(stack: contextlib.ExitStack, resolved: Resolved, rundir: RunDir) -> tuple[Running, Steps]:
+def _by_plugin(stack: contextlib.ExitStack, resolved: Resolved, rundir: RunDir) -> Read:
     folder = rundir / "states" / "steps"
     server = stack.enter_context(serve.running(resolved, rundir, "extract", keep=folder))
-    return server, Steps.opened(folder)
+    steps = Steps.opened(folder)
+
+    def read(group: list[Row]) -> list[RowStates]:
+        reading.read(server.url, server.model, [(r.row_id, r.ids) for r in group])
+        steps.wait({r.row_id: len(r.ids) for r in group})
+        done = [steps.row(r.row_id, r.ids, len(r.prompt_ids), len(r.ids)) for r in group]
+        steps.forget([r.row_id for r in group])
+        return done
+
+    return read
 
 
-def _read_shard(server: Running, steps: Steps, group: list[Row], path: Path) -> None:
-    reading.read(server.url, server.model, [(r.row_id, r.ids) for r in group])
-    steps.wait({r.row_id: len(r.ids) for r in group})
-    done = [steps.row(r.row_id, r.ids, len(r.prompt_ids), len(r.ids)) for r in group]
-    with atomic(path) as tmp:
-        states.write_shard(tmp, done, {})
-    steps.forget([r.row_id for r in group])
+def _by_connector(stack: contextlib.ExitStack, resolved: Resolved, rundir: RunDir) -> Read:
+    folder = rundir / "states" / "steps"
+    server = stack.enter_context(serve.running(resolved, rundir, "extract", keep=folder, connector=True))
+    dtype = getattr(torch, resolved.recipe.extract.dtype)
+
+    def read(group: list[Row]) -> list[RowStates]:
+        named = [(r.row_id, torch.tensor(r.ids), len(r.prompt_ids)) for r in group]
+        return connector.read(server.url, server.model, folder, named, dtype)
+
+    return read
 
 
 def check(path: Path, rows: dict[str, Row], checker: Checker, device: str) -> Counter[str]:

@@ -3,26 +3,35 @@
 Reads conversations/. Writes states/*.safetensors and manifest.json. Three ways, the first that can be is taken and said:
 
     generate   states that vLLM kept in the pass that generated (served.take)
-    pass       vLLM reads the stored ids (served.read_again), or the embedded engine does (embedded.read)
+    pass       vLLM reads the stored ids (served.read_again), by eyas's plugin or, with versions that it was not tried with, by vLLM's
+               own connector; or the embedded engine does (embedded.read)
 
     eyas extract RECIPE
 """
 
 import shutil
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from eyas.errors import ContractError, SurroundingsError, UsageError
 from eyas.extract import embedded, served
-from eyas.extract.head import checker_of
+from eyas.extract.head import Checker, Extracted, checker_of
 from eyas.progress import duration, say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir
 from eyas.servers import serve
 from eyas.stores import conversations
+from eyas.stores.conversations import Row
 from eyas.target import Decision
 
-WAYS = {"generate": served.take, "vllm": served.read_again, "hf": embedded.read}
+WAYS: dict[str, Callable[[Resolved, RunDir, list[Row], Checker], Extracted]] = {
+    "generate": served.take,
+    "vllm": served.read_again,
+    "connector": partial(served.read_again, own=True),
+    "hf": embedded.read,
+}
 MIN_HEAD_AGREEMENT = 0.999
 MIN_GREEDY_AGREEMENT = 0.98
 
@@ -71,7 +80,7 @@ def _saved(rundir: RunDir, tokens: int) -> float | None:
 
 
 def choose(resolved: Resolved, rundir: RunDir) -> Decision:
-    """generate, vllm or hf, and why. Raises UsageError where the recipe asks for states that were not kept."""
+    """generate, vllm, connector or hf, and why. Raises UsageError where the recipe asks for states that were not kept."""
     engine, wanted = resolved.recipe.engine, resolved.recipe.extract.with_
     if engine.name == "hf":
         return Decision("hf", "the embedded engine reads the stored ids")
@@ -86,10 +95,15 @@ def choose(resolved: Resolved, rundir: RunDir) -> Decision:
         )
     try:
         why = serve.cannot_keep(resolved)
+        if why is None:
+            return Decision("vllm", f"vLLM reads the stored ids once more: {missing}")
+        other = serve.cannot_connect(resolved)
+        if other is None:
+            said = f"vLLM's own connector reads the stored ids (extract_hidden_states): {missing}, and {why}"
+            return Decision("connector", said)
+        why += f"; its own extract_hidden_states: {other}"
     except SurroundingsError as e:
         why = str(e)
-    if why is None:
-        return Decision("vllm", f"vLLM reads the stored ids once more: {missing}")
     return Decision("hf", f"the embedded engine reads the stored ids: {missing}, and vLLM cannot: {why}")
 
 

@@ -194,7 +194,7 @@ class Server:
     def _ask(self, path: str, bodies: list[dict[str, Any]]) -> list[Reply]:
         async def work() -> list[Reply]:
             async with Client(self.url) as asking:
-                return await client.gather(asking, path, bodies, self.options.concurrency)
+                return await client.gather(asking.whole, path, bodies, self.options.concurrency)
 
         return client.run(work())
 

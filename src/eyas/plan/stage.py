@@ -106,14 +106,14 @@ def _count(train: int, held: int, prompt_tokens: int, completion_tokens: int) ->
 
 
 def _parameters(resolved: Resolved) -> int:
-    from eyas.drafter import dialects
+    from eyas.drafter import shapes
 
     options = resolved.recipe.train
     norms = Norms(**options.norms.model_dump())
     contract = for_target(
         resolved.target, resolved.aux_layers, norms, options.draft_vocab, options.ttt_steps, 0
     )
-    return sum(math.prod(s) for name, s in dialects.shapes(contract).items() if name not in ("d2t", "t2d"))
+    return sum(math.prod(s) for name, s in shapes.of_contract(contract).items() if name not in ("d2t", "t2d"))
 
 
 def _disk(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:

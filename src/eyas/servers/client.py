@@ -12,9 +12,9 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
@@ -23,6 +23,7 @@ from eyas.errors import RequestError, SurroundingsError
 CONNECT_S = 10.0
 STALL_S = 120.0  # without a byte
 WORDS = 300  # characters of a server's own message that are shown
+T = TypeVar("T")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -229,13 +230,15 @@ def _json(data: bytes, url: str) -> dict[str, Any]:
     return value
 
 
-async def gather(client: Client, path: str, bodies: list[dict[str, Any]], at_once: int) -> list[Reply]:
-    """Answers to all, in order, at most `at_once` in flight. The first failure ends them all."""
+async def gather(
+    ask: Callable[[str, dict[str, Any]], Awaitable[T]], path: str, bodies: list[dict[str, Any]], at_once: int
+) -> list[T]:
+    """Answers to all, in order, at most `at_once` in flight; ask is a client's `whole` or `ask`. The first failure ends them all."""
     gate = asyncio.Semaphore(at_once)
 
-    async def one(body: dict[str, Any]) -> Reply:
+    async def one(body: dict[str, Any]) -> T:
         async with gate:
-            return await client.whole(path, body)
+            return await ask(path, body)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(body)) for body in bodies]

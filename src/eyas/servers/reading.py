@@ -20,6 +20,6 @@ def read(url: str, model: str, named: list[tuple[str, list[int]]], concurrency: 
 
     async def work() -> None:
         async with Client(url) as asking:
-            await client.gather(asking, COMPLETIONS, bodies, concurrency)
+            await client.gather(asking.whole, COMPLETIONS, bodies, concurrency)
 
     client.run(work())

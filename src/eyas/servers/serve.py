@@ -65,6 +65,7 @@ def _launch(
     drafter: Path | None,
     port: int | None,
     keep: Path | None = None,
+    connector: bool = False,
 ) -> Launch:
     options = resolved.recipe.engine
     if drafter:
@@ -74,7 +75,7 @@ def _launch(
         model=resolved.target.folder.resolve(), names=(resolved.recipe.name, nonce), host=HOST,
         port=port or launch.free_port(HOST), dtype=resolved.dtype, context=resolved.target.context, drafter=drafter, k=k,
         args=tuple(options.args), env=dict(options.env), contained=containers.runtime(options.command) is not None,
-        keep=Keep(keep.resolve(), (*resolved.aux_layers, resolved.target.layers), resolved.recipe.extract.dtype) if keep else None,
+        keep=Keep(keep.resolve(), (*resolved.aux_layers, resolved.target.layers), resolved.recipe.extract.dtype, connector) if keep else None,
     )  # fmt: skip
     env = vllm.environment(engine, serving)
     wrapper = containers.inside(options.command, env | {records.MARK: nonce}, nonce)
@@ -95,14 +96,24 @@ class Running(NamedTuple):
 
 @contextlib.contextmanager
 def running(
-    resolved: Resolved, rundir: RunDir, role: str, k: int = 0, keep: Path | None = None
+    resolved: Resolved,
+    rundir: RunDir,
+    role: str,
+    k: int = 0,
+    keep: Path | None = None,
+    connector: bool = False,
 ) -> Iterator[Running]:
     """A server while a stage works, with k drafts of drafter/best or (k = 0) the target alone, which keeps states in the folder
-    `keep`, if it is given (what lay there goes); stopped at the end, whatever happens. Raises SurroundingsError as launch.start does; one of the stage's own gets what the log of a dead server says."""
+    `keep`, if it is given (what lay there goes), through eyas's plugin or vLLM's own connector; stopped at the end, whatever happens.
+
+    Raises SurroundingsError as launch.start does; one of the stage's own gets what the log of a dead server says.
+    """
     clear_orphans()
     engine = vllm.find(resolved.recipe.engine.python, resolved.recipe.engine.command)
     drafter = _drafter(rundir) if k else None
-    made = _launch(resolved, rundir, engine, f"{resolved.recipe.name}-{role}", k, drafter, None, keep)
+    made = _launch(
+        resolved, rundir, engine, f"{resolved.recipe.name}-{role}", k, drafter, None, keep, connector
+    )
     if keep:
         shutil.rmtree(keep, ignore_errors=True)
         keep.mkdir(parents=True)
@@ -146,6 +157,14 @@ def cannot_keep(resolved: Resolved) -> str | None:
     engine = resolved.recipe.engine
     found = vllm.find(engine.python, engine.command)
     return vllm.cannot_keep(found, containers.runtime(engine.command) is not None)
+
+
+def cannot_connect(resolved: Resolved) -> str | None:
+    """Why vLLM's own connector cannot read the states of stored ids, or None. Raises SurroundingsError where there is no vLLM."""
+    engine = resolved.recipe.engine
+    found = vllm.find(engine.python, engine.command)
+    contained = containers.runtime(engine.command) is not None
+    return vllm.cannot_connect(found, contained, resolved.target.latent)
 
 
 def fit_together(resolved: Resolved, count: int) -> Decision:

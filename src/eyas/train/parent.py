@@ -7,7 +7,7 @@ would flatter it.
 from pathlib import Path
 from typing import NamedTuple
 
-from eyas.drafter import dialects
+from eyas.drafter import disk
 from eyas.drafter.network import Drafter
 from eyas.errors import ContractError
 from eyas.progress import say
@@ -26,7 +26,7 @@ def read(resolved: Resolved) -> Parent | None:
     if word is None:
         return None
     folder = find_drafter(word)
-    made = Parent(folder, dialects.read(folder), dialects.trained_on(folder))
+    made = Parent(folder, disk.read(folder), disk.trained_on(folder))
     c, target = made.drafter.contract, resolved.target
     say(
         f"  starting from {word} ({c.draft_vocab:,} draft ids, trained up to {c.trained_length:,} tokens a row)"
@@ -38,7 +38,7 @@ def read(resolved: Resolved) -> Parent | None:
         )
     if made.trained_on is None:
         say(
-            f"  note: {folder} does not say what it was trained on ({dialects.TRAINED_ON}): it may know held-out prompts, "
+            f"  note: {folder} does not say what it was trained on ({disk.TRAINED_ON}): it may know held-out prompts, "
             "and its acceptance on them would flatter it"
         )
     return made

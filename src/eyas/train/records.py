@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eyas.drafter import dialects
+from eyas.drafter import disk
 from eyas.drafter.network import Drafter
 from eyas.errors import SurroundingsError
 from eyas.rundir import RunDir, write_text
@@ -19,7 +19,7 @@ def replace_folder(
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as tmp:
-            dialects.write(Path(tmp) / "new", drafter, metrics, trained_on)
+            disk.write(Path(tmp) / "new", drafter, metrics, trained_on)
             if folder.exists():
                 folder.rename(Path(tmp) / "old")
             (Path(tmp) / "new").rename(folder)

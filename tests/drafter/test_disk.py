@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from eyas import contract as contracts
 from eyas.contract import Norms
-from eyas.drafter import dialects
+from eyas.drafter import disk
 from eyas.errors import ContractError
 from tests.conftest import contract, drafter
 
@@ -17,8 +17,8 @@ VARIANTS = [Norms(False, "none", False), Norms(True, "chunks", False), Norms(Fal
 @pytest.mark.parametrize("norms", VARIANTS, ids=str)
 def test_a_drafter_read_back_is_bitwise_the_one_written(tmp_path, norms):
     made = drafter(norms=norms, dtype="float32")
-    dialects.write(tmp_path / "d", made, {"epoch": 1})
-    back = dialects.read(tmp_path / "d")
+    disk.write(tmp_path / "d", made, {"epoch": 1})
+    back = disk.read(tmp_path / "d")
     assert back.contract == made.contract
     for name, tensor in made.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor), name
@@ -26,7 +26,7 @@ def test_a_drafter_read_back_is_bitwise_the_one_written(tmp_path, norms):
 
 def test_names_and_config_are_those_that_vllm_reads(tmp_path):
     made = drafter()
-    dialects.write(tmp_path / "d", made, {})
+    disk.write(tmp_path / "d", made, {})
     tensors = load_file(tmp_path / "d" / "model.safetensors")
     assert set(tensors) == {
         "fc.weight", "fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight", "norm.weight", "lm_head.weight",
@@ -50,24 +50,24 @@ def test_names_and_config_are_those_that_vllm_reads(tmp_path):
 
 
 def test_a_missing_tensor_is_named(tmp_path):
-    dialects.write(tmp_path / "d", drafter(), {})
+    disk.write(tmp_path / "d", drafter(), {})
     path = tmp_path / "d" / "model.safetensors"
     tensors = load_file(path)
     del tensors["midlayer.mlp.up_proj.weight"]
     save_file(tensors, path)
     with pytest.raises(ContractError, match=r'"midlayer\.mlp\.up_proj\.weight" is missing'):
-        dialects.read(tmp_path / "d")
+        disk.read(tmp_path / "d")
 
 
 def test_a_truncated_file_and_a_broken_contract_are_refused(tmp_path):
-    dialects.write(tmp_path / "d", drafter(), {})
+    disk.write(tmp_path / "d", drafter(), {})
     path = tmp_path / "d" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ContractError, match="not a readable safetensors"):
-        dialects.read(tmp_path / "d")
+        disk.read(tmp_path / "d")
     (tmp_path / "d" / "contract.json").write_text('{"hidden": 16}')
     with pytest.raises(ContractError, match="not a contract"):
-        dialects.read(tmp_path / "d")
+        disk.read(tmp_path / "d")
 
 
 def test_the_contract_survives_its_file(tmp_path):

@@ -1,0 +1,78 @@
+"""Mends where the mend is certain: a config that says other than the contract of the training, a vocabulary map that follows from t2d.
+
+What was there stays beside it as NAME.before-fix. eyas check DIR --fix
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eyas.check import rules
+from eyas.check.facts import Facts
+from eyas.rundir import atomic
+from eyas.stores import weights
+
+BEFORE = ".before-fix"
+
+
+def mend(f: Facts) -> list[str]:
+    """Do what is certain; returns what was done, one sentence each."""
+    return [*_config(f), *_map(f)]
+
+
+def _config(f: Facts) -> list[str]:
+    made = dict(f.config)
+    if f.contract is not None:
+        made |= dict(rules.changed_keys(f))
+    elif f.folder.flat.get("tie_word_embeddings") is True and "lm_head.weight" in f.names:
+        made["tie_word_embeddings"] = False
+        if isinstance(made.get("transformer_layer_config"), dict):
+            made["transformer_layer_config"] = made["transformer_layer_config"] | {
+                "tie_word_embeddings": False
+            }
+    changed = sorted(key for key in made if made[key] != f.config.get(key, ...))
+    if not changed:
+        return []
+    path = f.path / "config.json"
+    _keep(path)
+    _json(path, made)
+    return [f"{path}: {', '.join(changed)} corrected; what was there is {path.name}{BEFORE}"]
+
+
+def _map(f: Facts) -> list[str]:
+    d2t, t2d = f.small.get("d2t"), f.small.get("t2d")
+    small = f.card["draft_vocab"].value
+    wanted, why = None, ""
+    marked = np.flatnonzero(t2d) if t2d is not None else None
+    if marked is not None and len(marked) == small:
+        offsets = marked - np.arange(len(marked))
+        if d2t is None or (not d2t.any() and offsets.any()) or np.array_equal(d2t, marked):
+            wanted, why = offsets, "made from t2d"
+    if wanted is None and d2t is not None and d2t.dtype != np.int64 and d2t.dtype.kind in "iu":
+        wanted, why = d2t, "written as int64"
+    if wanted is None or (d2t is not None and d2t.dtype == np.int64 and np.array_equal(wanted, d2t)):
+        return []
+    disk = f.names.get("d2t", "d2t")
+    held = f.weights.tensors
+    path = held[disk].file if disk in held else next(iter(held.values())).file
+    parts: dict[str, weights.Part] = {n: t for n, t in held.items() if t.file == path}
+    with atomic(path.with_name(path.name + ".new")) as tmp:
+        weights.write(tmp, parts | {disk: wanted.astype(np.int64)})
+    _keep(path)
+    path.with_name(path.name + ".new").replace(path)
+    return [f"{path}: d2t {why}; what was there is {path.name}{BEFORE}"]
+
+
+def _keep(path: Path) -> None:
+    """The first state of a file, under another name."""
+    kept = path.with_name(path.name + BEFORE)
+    if not kept.exists():
+        os.link(path, kept)
+
+
+def _json(path: Path, value: dict[str, Any]) -> None:
+    with atomic(path) as tmp:
+        tmp.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
