@@ -1,9 +1,9 @@
 """What drafting costs with an untrained drafter against a trained one of the same shape: does a profile foretell it?
 
-    python benchmarks/drafting_cost.py RUN [--rounds 3] [--limit 8] [--max-tokens 48] [--set PATH=VALUE]
+    python benchmarks/drafting_cost.py RUN [--rounds 3] [--limit 8] [--max-tokens 48] [--keep DIR] [--set PATH=VALUE]
 
 RUN is the folder of a finished run with vLLM. Five servers side by side for two values of k: the target alone, an untrained and the
-trained drafter at each k. Every round goes through all loads on all of them. Writes docs/results/drafting-cost.json.
+trained drafter at each k. In a round all of them are measured at one load, then at the next. Writes docs/results/drafting-cost.json.
 """
 
 import argparse
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=int, default=profile.LIMIT)
     parser.add_argument("--max-tokens", type=int, default=profile.TOKENS)
+    parser.add_argument("--keep", type=Path, help="a folder for the raw rounds")
     parser.add_argument("--set", action="append", default=[], dest="sets")
     a = parser.parse_args()
     resolved, rundir, _ = pipeline.open_run(a.run, a.sets, None)
@@ -47,9 +48,9 @@ def main() -> None:
             "rounds": a.rounds, "limit": a.limit, "max_tokens": a.max_tokens, "temperature": 0.0, "lengths": "fixed",
         }
     )  # fmt: skip
+    resolved = replace(resolved, recipe=resolved.recipe.model_copy(update={"bench": options}))
     with tempfile.TemporaryDirectory() as folder:
-        resolved = replace(resolved, recipe=resolved.recipe.model_copy(update={"bench": options}))
-        write("drafting-cost", measure(resolved, rundir, Path(folder)))
+        write("drafting-cost", measure(resolved, rundir, a.keep or Path(folder)))
 
 
 def measure(resolved: Resolved, trained: RunDir, root: Path) -> dict:
@@ -60,12 +61,13 @@ def measure(resolved: Resolved, trained: RunDir, root: Path) -> dict:
     untrained = RunDir(root / "untrained")
     profile.untrained(resolved, untrained)
     sides = {"untrained": untrained, "trained": trained}
-    sessions = {
-        name: Session(
-            root / name / "bench", options, asks, lambda n: end_to_end([r.prompt_ids for r in rows], n), 0.0
+
+    def session(name: str, load: int) -> Session:
+        one = options.model_copy(update={"concurrency": [load]})
+        return Session(
+            root / name / "bench", one, asks, lambda n: end_to_end([r.prompt_ids for r in rows], n), 0.0
         )
-        for name in sides
-    }
+
     with contextlib.ExitStack() as stack:
 
         def place(name: str, k: int) -> Place:
@@ -74,35 +76,32 @@ def measure(resolved: Resolved, trained: RunDir, root: Path) -> dict:
 
         plain = place("untrained", 0)
         places = {name: [plain, *(place(name, k) for k in options.k)] for name in sides}
+        sessions = {(name, c): session(name, c) for name in sides for c in options.concurrency}
         for number in range(options.rounds):
-            for name, other in (("untrained", "trained"), ("trained", "untrained"))[:: 1 - 2 * (number % 2)]:
-                for c in options.concurrency:  # both have the same plain rounds
-                    there = sessions[other].round_file(0, c, number)
-                    if there.is_file():
-                        sessions[name].folder.mkdir(parents=True, exist_ok=True)
-                        shutil.copy(there, sessions[name].round_file(0, c, number))
-                sessions[name].loads(places[name], [number])
+            for c in options.concurrency:  # all servers at one load, one after another
+                first, then = list(sides) if number % 2 else list(sides)[::-1]
+                sessions[first, c].loads(places[first], [number])
+                shared = sessions[then, c].round_file(0, c, number)  # both have the same plain round
+                shared.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(sessions[first, c].round_file(0, c, number), shared)
+                sessions[then, c].loads(places[then], [number])
         engine = plain.label
-    cells = {name: s.figures(options.k, CONFIDENCE) for name, s in sessions.items()}
+    cells = {
+        name: [cell for c in options.concurrency for cell in sessions[name, c].figures(options.k, CONFIDENCE)]
+        for name in sides
+    }
     print(f"{'k':>3}{'load':>6}{'C untrained':>13}{'C trained':>12}{'ratio':>8}{'tau':>7}")
     out = []
     for mine, theirs in zip(cells["untrained"], cells["trained"], strict=True):
+        k, c = mine["k"], mine["concurrency"]
         ratio = mine["C"]["value"] / theirs["C"]["value"]
-        out.append(
-            {
-                "k": mine["k"], "concurrency": mine["concurrency"], "C_untrained": mine["C"], "C_trained": theirs["C"],
-                "tau_trained": theirs["tau"]["value"], "ratio": ratio,
-            }
-        )  # fmt: skip
+        row = {"k": k, "concurrency": c, "C_untrained": mine["C"], "C_trained": theirs["C"], "ratio": ratio}
+        out.append(row | {"tau_trained": theirs["tau"]["value"]})
         print(
-            f"{mine['k']:>3}{mine['concurrency']:>6}{mine['C']['value']:>13.2f}{theirs['C']['value']:>12.2f}{ratio:>8.3f}{theirs['tau']['value']:>7.2f}"
+            f"{k:>3}{c:>6}{mine['C']['value']:>13.2f}{theirs['C']['value']:>12.2f}{ratio:>8.3f}{theirs['tau']['value']:>7.2f}"
         )
-    settings = options.model_dump(mode="json") | {
-        "engine": engine,
-        "target": resolved.target.folder.name,
-        "dtype": resolved.dtype,
-    }
-    return {"rows": out, "settings": settings}
+    about = {"engine": engine, "target": resolved.target.folder.name, "dtype": resolved.dtype}
+    return {"rows": out, "settings": options.model_dump(mode="json") | about}
 
 
 if __name__ == "__main__":

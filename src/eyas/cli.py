@@ -120,7 +120,7 @@ def check(
     engine_version: str | None,
     fix: bool,
 ) -> None:
-    """Would what was trained load and run? RECIPE, RUN, or anybody's drafter folder. Exit 1 on an error or unknown."""
+    """Would what was trained load and run? RECIPE, RUN, anybody's drafter folder, conversations or states. Exit 1 on an error or unknown."""
     if (Path(recipe) / "config.json").is_file():
         from eyas import target as targets
         from eyas.check import engine_rules, stage
@@ -129,6 +129,13 @@ def check(
             raise click.UsageError("--engine-version needs --engine")
         wanted = engine_rules.named(engine, engine_version) if engine else None
         result = stage.look(Path(recipe), targets.load(target) if target else None, wanted, fix)
+    elif is_data(Path(recipe)):
+        from eyas import target as targets
+        from eyas.check import stage
+
+        if engine or engine_version or fix:
+            raise click.UsageError("--engine and --fix are for a drafter folder")
+        result = stage.look_at_data(Path(recipe), targets.load(target) if target else None)
     elif target or engine or engine_version or fix:
         raise click.UsageError(
             f"--target, --engine and --fix are for a drafter folder, and {recipe} is none (no config.json in it)"
@@ -139,6 +146,12 @@ def check(
         result = pipeline.run_one("check", recipe, sets, folder)
     emit(result, as_json)
     sys.exit(0 if result["healthy"] else 1)
+
+
+def is_data(folder: Path) -> bool:
+    """Whether a folder holds conversations or states, and no run."""
+    names = ("part-*.parquet", "shard-*.safetensors", "part-*.safetensors")
+    return folder.is_dir() and any(next(folder.glob(n), None) for n in names)
 
 
 @eyas.command()

@@ -5,7 +5,7 @@ follows from something, and what is unknown, which is never guessed (drafter/dis
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,13 +166,32 @@ def misfits(c: Contract, target: Target) -> list[tuple[str, Any, Any]]:
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
+def _wrong(c: Contract) -> str | None:
+    """The first field that is not what the class says, or None."""
+    kinds = {"int": int, "float": float | int, "str": str, "bool": bool, "Norms": Norms}
+    for holder in (c, c.norms):
+        for about in fields(holder):
+            value = getattr(holder, about.name)
+            if about.type == tuple[int, ...] or str(about.type).startswith("tuple"):
+                good = all(type(x) is int for x in value)
+            else:
+                name = about.type if isinstance(about.type, str) else about.type.__name__
+                good = isinstance(value, kinds[name]) and (name == "bool" or not isinstance(value, bool))
+            if not good or (isinstance(value, int | float) and not abs(value) < 2**60):
+                return f"{about.name} is {value!r:.60}"
+    return None
+
+
 def read(path: Path) -> Contract:
     """Raises ContractError when contract.json is missing, incomplete or has unknown fields."""
     try:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         norms = Norms(**raw.pop("norms"))
         raw |= {name: tuple(raw[name]) for name in ("aux_layers", "stop_ids")}
-        return Contract(norms=norms, **raw)
+        found = Contract(norms=norms, **raw)
+        if wrong := _wrong(found):
+            raise TypeError(wrong)
+        return found
     except FileNotFoundError as e:
         raise ContractError(f"{path} is missing: what the drafter assumes is unknown.") from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:

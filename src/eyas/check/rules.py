@@ -66,6 +66,8 @@ def tensors(f: Facts) -> Iterator[Finding]:
         return
     wanted = shapes.of_contract(f.contract)
     for name, shape in wanted.items():
+        if name not in f.names and name == "t2d":
+            continue  # engines ignore it, and ModelOpt writes none
         if name not in f.names:
             yield Finding(
                 "tensors",
@@ -96,13 +98,17 @@ def finite(f: Facts) -> Iterator[Finding]:
 
 
 def types(f: Facts) -> Iterator[Finding]:
-    kinds = {t.dtype for t in f.weights.tensors.values() if t.dtype in FLOATS}
-    if len(kinds) > 1 and f.card["quantisation"].value is None:
+    for key, value, kind in dialects.misplaced(f.config):
         yield Finding(
             "types",
-            "info",
-            f"{f.path}: weights of several types ({', '.join(sorted(kinds))}); engines cast them to the target's",
+            "error",
+            f"{f.path}/config.json: {key} is {value!r:.60}; every reader needs {kind}",
+            "correct it",
         )
+    kinds = {t.dtype for t in f.weights.tensors.values() if t.dtype in FLOATS}
+    if len(kinds) > 1 and f.card["quantisation"].value is None:
+        said = f"{f.path}: weights of several types ({', '.join(sorted(kinds))}); engines cast them to the target's"
+        yield Finding("types", "info", said)
 
 
 def config(f: Facts) -> Iterator[Finding]:
@@ -121,17 +127,13 @@ def config(f: Facts) -> Iterator[Finding]:
         )
     for name in COMPARED:
         found, trained = f.reading.card[name], f.card[name].value
-        if wrong.keys() & set(WRITES.get(name, name).split(" and ")) or (
-            not found.known and name not in DECIDING
+        if (
+            found.known
+            and found.value != trained
+            and not wrong.keys() & set(WRITES.get(name, name).split(" and "))
         ):
-            continue
-        if not found.known or found.value != trained:
-            said = (
-                f"says {found.value} ({found.where})" if found.known else f"does not say it ({found.where})"
-            )
-            yield Finding(
-                "config", "error", f"{f.path}/config.json {said}; {FIELDS[name]}: trained with {trained}", fix
-            )
+            said = f"{FIELDS[name]} {found.value} ({found.where})"
+            yield Finding("config", "error", f"{f.path} comes to {said}; it was trained with {trained}", fix)
 
 
 def changed_keys(f: Facts) -> Iterator[tuple[str, Any]]:
@@ -141,9 +143,12 @@ def changed_keys(f: Facts) -> Iterator[tuple[str, Any]]:
         wanted = dialects.config_of(f.card, f.reading.dialect, {}, f.contract.target_model_type)
     except ContractError:
         return  # the dialect has no words for it: the card tells
+    inner, found = wanted.get("transformer_layer_config"), f.config.get("transformer_layer_config")
+    if inner and isinstance(found, dict):
+        wanted["transformer_layer_config"] = {**found, **inner}
     for key, value in wanted.items():
         optional = key in LATER and key not in f.config
-        if not optional and f.config.get(key, ...) != value:
+        if key != "speculators_config" and not optional and f.config.get(key, ...) != value:
             yield key, value
 
 

@@ -46,6 +46,36 @@ def check(
     return found + (list(engine_rules.findings(seen, engine)) if engine else []), seen
 
 
+def look_at_data(folder: Path, target: Target | None) -> dict[str, Any]:
+    """Check a folder of conversations or states; prints the findings and returns them."""
+    from eyas.check import data_rules
+
+    found = list(
+        (data_rules.of_states if data_rules.is_states(folder) else data_rules.of_conversations)(
+            folder, target
+        )
+    )
+    if target is None:
+        found.append(Finding("target", "info", "no target given (--target DIR): the data are checked alone"))
+    _show(found)
+    good = healthy(found)
+    if good:
+        say(f"  {folder}: nothing stands in the way")
+    return {
+        "drafter": folder.name,
+        "dialect": None,
+        "healthy": good,
+        "findings": [f.as_json() for f in found],
+        "mended": [],
+        "card": None,
+    }
+
+
+def _show(findings: list[Finding]) -> None:
+    for f in findings:
+        say(f"  {f.severity}: [{f.rule}] {f.message}" + (f"\n      fix: {f.fix}" if f.fix else ""))
+
+
 def look(
     folder: Path, target: Target | None, engine: Named | None = None, fix: bool = False
 ) -> dict[str, Any]:
@@ -56,11 +86,7 @@ def look(
         for text in done:
             say(f"  mended: {text}")
         findings, seen = check(folder, target, engine)
-    for finding in findings:
-        say(
-            f"  {finding.severity}: [{finding.rule}] {finding.message}"
-            + (f"\n      fix: {finding.fix}" if finding.fix else "")
-        )
+    _show(findings)
     good = healthy(findings)
     if seen is not None and engine is None:
         table(engine_rules.table(seen))

@@ -40,7 +40,7 @@ def rope_of(config: Mapping[str, Any]) -> tuple[Rope | None, str]:
     if len({float(t) for t in thetas}) > 1:
         return None, f"rope_theta is said twice and differs: {', '.join(f'{t:g}' for t in thetas)}"
     kinds = [_scaling(d) for d in dicts]
-    if len({k for k in kinds if k}) > 1 or (len(kinds) == 2 and kinds[0] != kinds[1]):
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
         return None, "rope_scaling and rope_parameters differ"
     partials = [
         d["partial_rotary_factor"] for d in (config, *dicts) if d.get("partial_rotary_factor") is not None
@@ -295,10 +295,10 @@ class _Cards:
 
     def map(self) -> Fact:
         small, large = self.draft_vocab(), self.vocab()
+        if small.known and small.value == large.value:
+            return derived("all", "the whole vocabulary is drafted")
         if "d2t" in self.names:
             return derived("offsets", "d2t")
-        if small.known and small.value == large.value:
-            return derived("all", "no d2t is needed: the whole vocabulary is drafted")
         return unknown("there is no d2t, and the vocabulary is a reduced one")
 
     def head(self) -> Fact:

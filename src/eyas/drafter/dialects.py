@@ -39,6 +39,72 @@ NEVER_SAVED = (
 )  # of the target, leaked into a drafter's file
 
 
+WHOLE, REAL = "a whole number above 0", "a number"
+KINDS = {
+    **dict.fromkeys(
+        (
+            "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "num_hidden_layers", "vocab_size", "draft_vocab_size", "max_position_embeddings", "num_aux_hidden_states", "v_head_dim",
+            "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "sliding_window",
+        ),
+        WHOLE,
+    ),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "partial_rotary_factor"), REAL),
+    **dict.fromkeys(
+        (
+            "norm_before_residual", "norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "tie_word_embeddings", "attention_bias",
+            "use_aux_hidden_state",
+        ),
+        "true or false",
+    ),
+    **dict.fromkeys(("model_type", "hidden_act", "speculators_model_type"), "a word"),
+    **dict.fromkeys(("architectures", "layer_types", IDS, "layer_ids"), "a list"),
+    **dict.fromkeys(
+        ("eagle_config", "rope_scaling", "rope_parameters", "transformer_layer_config", "speculators_config", "quantization_config"), "an object",
+    ),
+}  # fmt: skip
+
+
+def is_a(kind: str, value: Any) -> bool:
+    """Whether a JSON value is of a kind of KINDS; null is of any."""
+    if value is None:
+        return True
+    if kind == WHOLE:
+        return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**40
+    if kind == REAL:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e12
+    types = {"true or false": bool, "a word": str, "a list": list, "an object": dict}
+    return isinstance(value, types[kind])
+
+
+def misplaced(config: Mapping[str, Any], where: str = "") -> list[tuple[str, Any, str]]:
+    """Keys whose value is of another kind than every reader expects: the key with its place, the value, the kind."""
+    out = []
+    for key, value in config.items():
+        kind = KINDS.get(key)
+        if kind and not is_a(kind, value):
+            out.append((where + key, value, kind))
+        elif kind == "an object" and isinstance(value, dict):
+            out += misplaced(value, f"{where}{key}.")
+        elif kind == "a list" and value is not None and not all(type(x) in (int, str) for x in value):
+            out.append((where + key, value, "a list of numbers or words"))
+    return out
+
+
+def cleaned(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without such keys."""
+    bad = {name for name, _, _ in misplaced(config)}
+
+    def clean(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return {
+            k: clean(v, f"{where}{k}.") if KINDS.get(k) == "an object" and isinstance(v, dict) else v
+            for k, v in part.items()
+            if where + k not in bad
+        }
+
+    return clean(config, "")
+
+
 class Shape(NamedTuple):
     """A tensor as a card needs it."""
 

@@ -58,9 +58,10 @@ def write(
     ours = drafter.state_dict()
     dtype = getattr(torch, c.dtype)
     tensors = {theirs: ours[name].detach().to("cpu", dtype).contiguous() for name, theirs in names(c).items()}
-    kept = drafter.kept_W.cpu()
-    tensors["d2t"] = ours["d2t_W"].cpu().clone()
-    tensors["t2d"] = torch.zeros(c.vocab, dtype=torch.bool).index_fill_(0, kept, True)
+    if c.draft_vocab < c.vocab:
+        kept = drafter.kept_W.cpu()
+        tensors["d2t"] = ours["d2t_W"].cpu().clone()
+        tensors["t2d"] = torch.zeros(c.vocab, dtype=torch.bool).index_fill_(0, kept, True)
     tensor_files.save(tensors, folder / "model.safetensors", {"format": "pt"})
     c.write(folder / "contract.json")
     (folder / "config.json").write_text(json.dumps(config(c), indent=1) + "\n", encoding="utf-8")
@@ -98,7 +99,7 @@ def read(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device 
         raise ContractError(f"{folder}/model.safetensors: {problem}")
     drafter = Drafter(c)
     state = {ours: tensors[theirs] for ours, theirs in names(c).items()}
-    drafter.load_state_dict(state | {"d2t_W": tensors["d2t"]})
+    drafter.load_state_dict(state | {"d2t_W": tensors.get("d2t", drafter.d2t_W)})
     return drafter.to(device, dtype).eval()
 
 
@@ -109,7 +110,7 @@ def misfits(tensors: dict[str, Tensor], c: Contract) -> list[str]:
     out += [
         f'tensor "{n}" is not part of this drafter'
         for n in tensors
-        if n not in wanted and n != "embed_tokens.weight"
+        if n not in wanted and n not in ("embed_tokens.weight", "d2t", "t2d")
     ]
     out += [
         f'tensor "{n}" has shape {tuple(tensors[n].shape)}, expected {s}'

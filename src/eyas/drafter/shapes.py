@@ -45,7 +45,8 @@ def of_contract(c: Contract) -> dict[str, tuple[int, ...]]:
     flags = {"input_norm": c.norms.fc == "whole", "fc_norm": c.norms.fc == "chunks"}
     names = [*parameters("llama", 1, flags, len(c.aux_layers)), "lm_head.weight"]
     shapes = wanted_shapes(known, len(c.aux_layers) * c.hidden)
-    return {name: shapes[name] for name in names} | {"d2t": (c.draft_vocab,), "t2d": (c.vocab,)}
+    reduced = {"d2t": (c.draft_vocab,), "t2d": (c.vocab,)} if c.draft_vocab < c.vocab else {}
+    return {name: shapes[name] for name in names} | reduced  # vLLM 0.32 refuses a map of the whole vocabulary
 
 
 def wanted_shapes(fields: Card, width: int) -> dict[str, tuple[int, ...]]:

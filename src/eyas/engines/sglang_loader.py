@@ -4,10 +4,11 @@ Sources, in each: srt/models/llama_eagle3.py and kimi_k25_eagle3.py (flags, tens
 models/llama.py, deepseek_v2.py, gpt_oss.py (numbering and capture), configs/model_config.py (type, length).
 """
 
+from dataclasses import replace
 from typing import Any
 
 from eyas.drafter.cards import ids_of, rope_of, whole
-from eyas.drafter.dialects import DEEPSEEK, IDS, Folder
+from eyas.drafter.dialects import DEEPSEEK, IDS, Folder, cleaned
 from eyas.drafter.shapes import MOST_LAYERS, parameters
 from eyas.engines.loading import Version, View, at, misshapen, shown, sort_tensors
 
@@ -24,6 +25,7 @@ YARN_SCALES = {"mscale", "mscale_all_dim"}
 
 def views(version: Version, folder: Folder) -> list[View]:
     """The one view: SGLang has one runner."""
+    folder = replace(folder, config=cleaned(folder.config))  # a value of another kind is a finding of its own
     return [at(f"SGLang {shown(version)}", version, READ, lambda v: _view(v, folder))]
 
 
@@ -213,7 +215,7 @@ def _tensors(made: View, folder: Folder, config: dict[str, Any], kind: str, widt
     reduced = bool(f["draft_vocab"] and f["vocab"] and f["draft_vocab"] < f["vocab"])
     made.take(
         "map",
-        "offsets" if "d2t" in names else "first ids" if reduced else "all",
+        "all" if not reduced else "offsets" if "d2t" in names else "first ids",
         "d2t" if "d2t" in names else "no d2t: a draft id is taken for a target id",
     )
     tied, theirs = bool(config.get("tie_word_embeddings")), config.get("draft_vocab_size") is None

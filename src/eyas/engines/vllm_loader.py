@@ -5,12 +5,13 @@ v1/worker/gpu/spec_decode/eagle/eagle3_utils.py (layers by runner V1 and V2), mo
 deepseek_eagle3.py (flags and tensors), models/interfaces.py and deepseek_v2.py (capture).
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from eyas.contract import Rope
 from eyas.drafter.cards import ids_of, rope_of, whole
-from eyas.drafter.dialects import IDS, Folder
+from eyas.drafter.dialects import IDS, Folder, cleaned
 from eyas.drafter.shapes import parameters
 from eyas.engines.loading import Version, View, at, misshapen, shown, sort_tensors
 
@@ -53,6 +54,7 @@ DEFAULTS = {
 
 def views(version: Version, folder: Folder) -> list[View]:
     """The runners' views; one where they see the same."""
+    folder = replace(folder, config=cleaned(folder.config))  # a value of another kind is a finding of its own
     made = [
         at(f"vLLM {shown(version)} ({r})", version, READ, partial(_view, runner=r, folder=folder))
         for r in RUNNERS
@@ -324,7 +326,7 @@ def _tensors(made: View, v: Version, config: dict[str, Any], kind: str, folder: 
     names = folder.names()
     made.take(
         "map",
-        "offsets" if "d2t" in names else "first ids" if reduced else "all",
+        "all" if not reduced else "offsets" if "d2t" in names else "first ids",
         "d2t" if "d2t" in names else "no d2t: a draft id is taken for a target id",
     )
     made.take("head", "own" if "lm_head.weight" in names else "target", "tensors")

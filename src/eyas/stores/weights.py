@@ -133,6 +133,14 @@ def opened(folder: Path) -> Weights:
     return Weights(folder, tensors, tuple(problems), pickles)
 
 
+def of_file(path: Path) -> Weights:
+    """One file's tensors; what cannot be read is in `problems`."""
+    try:
+        return Weights(path.parent, {t.name: t for t in _header(path)})
+    except (ContractError, OSError) as e:
+        return Weights(path.parent, {}, (str(e),))
+
+
 def _files(folder: Path, problems: list[str]) -> list[Path]:
     single, index = folder / "model.safetensors", folder / INDEX
     if index.is_file():

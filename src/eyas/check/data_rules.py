@@ -1,0 +1,300 @@
+"""The rules for conversations and states: what a drafter would learn from them, before it does.
+
+    eyas check CONVERSATIONS_FOLDER|STATES_FOLDER [--target T]
+
+Reads conversations/part-*.parquet, or states/shard-*.safetensors with their manifest, and the conversations beside them if they are there.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from eyas.causes import Finding
+from eyas.errors import ContractError
+from eyas.progress import say
+from eyas.rundir import read_json
+from eyas.stores import conversations, states, weights
+from eyas.stores.conversations import Row
+from eyas.stores.states import RowRef
+from eyas.target import Target
+
+TRUNCATED, DOUBLED = 0.5, 0.01  # shares of rows, above which it is a warning
+SMOKE_TOKENS = 100_000  # supervised tokens, below which a drafter only shows that everything runs
+CLOSES_THOUGHT = ("</think>", "◁/think▷")
+AGREES = 0.99  # of positions, at which the stored last state must give the target's own argmax
+SAMPLED_POSITIONS, BLOCK = 2048, 256
+AGAIN = "generate again: eyas run RECIPE --from generate"
+EXTRACT = "extract again: eyas run RECIPE --from extract"
+
+
+def is_conversations(folder: Path) -> bool:
+    return bool(conversations.parts(folder))
+
+
+def is_states(folder: Path) -> bool:
+    return any(folder.glob("shard-*.safetensors")) or any(folder.glob("part-*.safetensors"))
+
+
+def of_conversations(folder: Path, target: Target | None) -> Iterator[Finding]:
+    """Every finding of a conversations folder."""
+    try:
+        rows = list(conversations.read(folder))
+    except ContractError as e:
+        yield Finding("data-files", "error", str(e), AGAIN)
+        return
+    yield from _manifest(folder, AGAIN)
+    yield from _masks(folder, rows)
+    yield from _ends(folder, rows, target)
+    yield from _doubles(folder, rows)
+    yield from _written_by(folder, rows, target)
+    yield from _thoughts(folder, rows, target)
+    yield from _amounts(folder, rows)
+
+
+def _manifest(folder: Path, fix: str) -> Iterator[Finding]:
+    if not (folder / "manifest.json").is_file():
+        yield Finding("data-files", "error", f"{folder} has no manifest.json: it was not finished", fix)
+
+
+def _share(n: int, rows: list[Row]) -> str:
+    return f"{n:,} of {len(rows):,} rows ({n / len(rows):.1%})"
+
+
+def _masks(folder: Path, rows: list[Row]) -> Iterator[Finding]:
+    """What is trained is the completion: none of a row, or all of it, is a mask that went wrong."""
+    empty = [r for r in rows if not r.completion_ids]
+    if empty:
+        yield Finding(
+            "data-masks",
+            "error",
+            f"{folder}: {_share(len(empty), rows)} have no answer to learn from (first: {empty[0].row_id})",
+            AGAIN,
+        )
+    bare = [r for r in rows if not r.prompt_ids]
+    if bare:
+        yield Finding(
+            "data-masks",
+            "error",
+            f"{folder}: {_share(len(bare), rows)} have no prompt: all of them would be learned (first: {bare[0].row_id})",
+            AGAIN,
+        )
+
+
+def _ends(folder: Path, rows: list[Row], target: Target | None) -> Iterator[Finding]:
+    cut = sum(r.finish_reason == "length" for r in rows)
+    if cut > TRUNCATED * len(rows):
+        yield Finding(
+            "data-ends", "warning", f"{folder}: {_share(cut, rows)} were cut by max_tokens: the drafter would see few ends of turn",
+            "raise generate.max_tokens",
+        )  # fmt: skip
+    if target is None:
+        return
+    lost = [
+        r
+        for r in rows
+        if r.finish_reason == "stop" and r.completion_ids and r.completion_ids[-1] not in target.stop_ids
+    ]
+    if lost:
+        last = Counter(r.completion_ids[-1] for r in lost).most_common(1)[0][0]
+        yield Finding(
+            "data-ends", "error",
+            f"{folder}: {_share(len(lost), rows)} ended by themselves, and their last id ({last}) is none of the target's stop ids "
+            f"{list(target.stop_ids)}: the end of turn is not learned",
+            AGAIN,
+        )  # fmt: skip
+
+
+def _doubles(folder: Path, rows: list[Row]) -> Iterator[Finding]:
+    ids = Counter(r.row_id for r in rows)
+    doubled = [name for name, n in ids.items() if n > 1]
+    if doubled:
+        yield Finding(
+            "data-doubles",
+            "error",
+            f"{folder}: {len(doubled):,} row ids appear twice (first: {doubled[0]})",
+            AGAIN,
+        )
+    same = Counter((tuple(r.prompt_ids), tuple(r.completion_ids)) for r in rows)
+    more = sum(n - 1 for n in same.values())
+    if more > DOUBLED * len(rows):
+        yield Finding(
+            "data-doubles",
+            "warning",
+            f"{folder}: {_share(more, rows)} repeat a prompt and its answer",
+            "give more distinct prompts, or fewer generate.samples",
+        )
+    both = {r.prompt_key for r in rows if r.split == "train"} & {
+        r.prompt_key for r in rows if r.split == "held_out"
+    }
+    if both:
+        yield Finding(
+            "data-doubles",
+            "error",
+            f"{folder}: {len(both):,} prompts are trained on and held out: acceptance would be measured too high",
+            AGAIN,
+        )
+
+
+def _written_by(folder: Path, rows: list[Row], target: Target | None) -> Iterator[Finding]:
+    writers = Counter(r.target for r in rows)
+    if target and (other := sum(n for name, n in writers.items() if name != target.fingerprint)):
+        yield Finding(
+            "data-target", "error",
+            f"{folder}: {_share(other, rows)} were not written by {target.folder} ({target.fingerprint}): a drafter learns what the target "
+            "itself writes",
+            AGAIN,
+        )  # fmt: skip
+    elif len(writers) > 1:
+        yield Finding(
+            "data-target",
+            "error",
+            f"{folder}: rows of {len(writers)} targets are mixed ({', '.join(writers)})",
+            AGAIN,
+        )
+
+
+def _thoughts(folder: Path, rows: list[Row], target: Target | None) -> Iterator[Finding]:
+    """A target that can think, and no thought in any row."""
+    known = target.added_tokens() if target else {}
+    closes = [known[name] for name in CLOSES_THOUGHT if name in known]
+    if closes and rows and not any(set(closes) & set(r.ids) for r in rows):
+        yield Finding(
+            "data-thoughts", "warning",
+            f"{folder}: the target has a token that closes a thought ({closes[0]}), and no row holds it: if it thinks in serving, its thoughts "
+            "were lost on the way",
+            "look at a row, and at the server's reasoning parser",
+        )  # fmt: skip
+
+
+def _amounts(folder: Path, rows: list[Row]) -> Iterator[Finding]:
+    supervised = sum(max(len(r.completion_ids) - 1, 0) for r in rows if r.split == "train")
+    distinct = len({i for r in rows for i in r.completion_ids})
+    said = f"{folder}: {len(rows):,} rows, {supervised:,} supervised tokens, {distinct:,} distinct ids in answers"
+    if supervised < SMOKE_TOKENS:
+        said += f"; below {SMOKE_TOKENS:,} a drafter trained from nothing shows that everything runs, and little more"
+    yield Finding("data-amount", "info", said)
+
+
+def of_states(folder: Path, target: Target | None) -> Iterator[Finding]:
+    """Every finding of a states folder."""
+    yield from _manifest(folder, EXTRACT)
+    about = read_json(folder / "manifest.json") if (folder / "manifest.json").is_file() else {}
+    listed = about.get("content")
+    try:
+        refs = (
+            states.refs(folder, listed) if listed else [r for p in _shards(folder) for r in states.rows_of(p)]
+        )
+    except ContractError as e:
+        yield Finding("states-files", "error", str(e), EXTRACT)
+        return
+    yield from _finite(folder)
+    yield from _aligned(folder, refs)
+    yield from _layers(folder, about, refs, target)
+    if target is not None and target.files:
+        yield from _agreement(folder, refs, target)
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("shard-*.safetensors"), *folder.glob("part-*.safetensors")])
+
+
+def _finite(folder: Path) -> Iterator[Finding]:
+    for path in _shards(folder):
+        held = weights.of_file(path)
+        for name in held.infinite():
+            yield Finding(
+                "states-finite",
+                "error",
+                f"{path}: {name} holds NaN or infinity",
+                f"{EXTRACT} --set target.dtype=float32",
+            )
+
+
+def _aligned(folder: Path, refs: list[RowRef]) -> Iterator[Finding]:
+    """One state for each id, and the ids of the conversations beside it."""
+    beside = folder.parent / "conversations"
+    rows = {r.row_id: r for r in conversations.read(beside)} if is_conversations(beside) else {}
+    if not rows:
+        yield Finding(
+            "states-rows",
+            "info",
+            f"{folder}: no conversations beside it ({beside}): its ids are not compared",
+        )
+        return
+    wrong = [r for r in refs if r.row_id not in rows or r.slice("ids").tolist() != rows[r.row_id].ids]
+    lacking = rows.keys() - {r.row_id for r in refs}
+    if wrong:
+        yield Finding(
+            "states-rows",
+            "error",
+            f"{folder}: {len(wrong):,} rows are not those of {beside} (first: {wrong[0].row_id})",
+            EXTRACT,
+        )
+    if lacking:
+        yield Finding(
+            "states-rows",
+            "error",
+            f"{folder}: {len(lacking):,} rows of {beside} have no states (first: {min(lacking)})",
+            EXTRACT,
+        )
+
+
+def _layers(
+    folder: Path, about: dict[str, Any], refs: list[RowRef], target: Target | None
+) -> Iterator[Finding]:
+    ids = about.get("aux_layers")
+    width = refs[0].load().aux_TLD.shape if refs else None
+    if width is None:
+        yield Finding("states-rows", "error", f"{folder} holds no row", EXTRACT)
+        return
+    if ids is not None and len(ids) != width[1]:
+        yield Finding(
+            "states-layers",
+            "error",
+            f"{folder}: the manifest names {len(ids)} aux layers {ids}, and the shards hold {width[1]}",
+            EXTRACT,
+        )
+    if target and (width[2] != target.hidden or (ids and max(ids) > target.layers)):
+        yield Finding(
+            "states-layers", "error",
+            f"{folder}: layers {ids} of width {width[2]}, and {target.folder} has {target.layers} layers of width {target.hidden}", EXTRACT,
+        )  # fmt: skip
+
+
+def _agreement(folder: Path, refs: list[RowRef], target: Target) -> Iterator[Finding]:
+    """head(norm(last state)) against the argmax that the target itself gave: the last state is the input of the final norm, of this target."""
+    import torch
+
+    norm_D, head_VD = target.final_norm_D(), target.head_VD()
+    seen = same = 0
+    for ref in itertools.islice(refs, 64):
+        row = ref.load()
+        at = (row.top1_T >= 0).nonzero().flatten()
+        at = at[at < len(row) - 1] if len(at) > 1 else at
+        for some in at[: SAMPLED_POSITIONS - seen].split(BLOCK):
+            last = row.last_TD[some].float()
+            last = last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + target.eps) * norm_D
+            same += int(((last @ head_VD.float().T).argmax(-1) == row.top1_T[some]).sum())
+            seen += len(some)
+        if seen >= SAMPLED_POSITIONS:
+            break
+    if not seen:
+        yield Finding(
+            "states-agreement",
+            "unknown",
+            f"{folder}: no position has the target's own argmax to compare with",
+            EXTRACT,
+        )
+        return
+    said = f"{folder}: head(norm(last state)) has the target's own argmax at {same / seen:.2%} of {seen:,} positions"
+    if same / seen < AGREES:
+        yield Finding(
+            "states-agreement",
+            "error",
+            f"{said} (need {AGREES:.0%}): another layer, a state after the final norm, or another target",
+            EXTRACT,
+        )
+    else:
+        say(f"  {said}")
