@@ -107,3 +107,16 @@ def test_every_verb_and_option_says_what_it_does():
         return [name] * (not command.help) + [f"{name} {s}" for s in silent]
 
     assert missing(eyas, "eyas") == []
+
+
+def test_every_rule_of_check_has_its_section():
+    """The ids that findings carry, and the sections of docs/checks.md that they point to."""
+    ids = set()
+    for path in (SRC / "check").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Finding"
+            if named and isinstance(node.args[0], ast.Constant):
+                ids.add(node.args[0].value)
+    text = (SRC.parents[1] / "docs" / "checks.md").read_text(encoding="utf-8")
+    sections = {line.removeprefix("### ") for line in text.splitlines() if line.startswith("### ")}
+    assert ids == sections
