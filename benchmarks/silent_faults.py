@@ -1,6 +1,6 @@
 """A good drafter, broken in ways that an engine does not mention: what vLLM makes of each, beside what eyas check says of it.
 
-    python benchmarks/silent_faults.py RUN [--k 3] [--limit 12] [--max-tokens 48] [--only NAME]
+    python benchmarks/silent_faults.py RUN [--k 3] [--limit 12] [--max-tokens 48] [--only NAME] [--set PATH=VALUE]
 
 RUN is the folder of a finished run with vLLM. Every variant is checked as anybody's folder (without eyas's contract.json), then served,
 and answers the same held-out prompts greedily; tau is from the server's counters. Writes docs/results/silent-faults.json.
@@ -69,9 +69,12 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--only", help="of the variants, those whose name holds this")
+    parser.add_argument(
+        "--only", action="append", help="of the variants, those whose name holds this; may be repeated"
+    )
+    parser.add_argument("--set", action="append", default=[], dest="sets")
     a = parser.parse_args()
-    resolved, rundir, _ = pipeline.open_run(a.run, (), None)
+    resolved, rundir, _ = pipeline.open_run(a.run, a.sets, None)
     rows = [r for r in conversations.read(rundir / "conversations") if r.split == "held_out"]
     asks = [
         Ask(r.row_id, r.domain, r.prompt_ids, None)
@@ -81,7 +84,7 @@ def main() -> None:
     out = []
     with tempfile.TemporaryDirectory() as folder:
         for variant in VARIANTS:
-            if a.only is None or a.only in variant.name:
+            if a.only is None or any(part in variant.name for part in a.only):
                 place = RunDir(Path(folder) / str(len(out)))
                 make(variant, rundir / "drafter" / "best", place, resolved)
                 out.append(

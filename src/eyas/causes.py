@@ -22,6 +22,22 @@ class Finding:
         return asdict(self) | {"docs": f"docs/checks.md#{self.rule}"}
 
 
+def error(rule: str, message: str, fix: str = "") -> Finding:
+    return Finding(rule, "error", message, fix)
+
+
+def warning(rule: str, message: str, fix: str = "") -> Finding:
+    return Finding(rule, "warning", message, fix)
+
+
+def unknown(rule: str, message: str, fix: str = "") -> Finding:
+    return Finding(rule, "unknown", message, fix)
+
+
+def info(rule: str, message: str, fix: str = "") -> Finding:
+    return Finding(rule, "info", message, fix)
+
+
 def healthy(findings: list[Finding]) -> bool:
     """Whether nothing stands in the way: no error and nothing unknown."""
     return not any(f.severity in ("error", "unknown") for f in findings)

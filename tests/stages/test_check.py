@@ -153,6 +153,14 @@ def test_fix_makes_a_vocabulary_map_whole_again(folder, target, kind):
     assert (folder / f"model.safetensors{mend.BEFORE}").is_file()
 
 
+def test_fix_makes_offsets_of_absolute_ids_without_t2d(tmp_path):
+    folder = foreign(
+        tmp_path / "d", "modelopt", change_tensors=lambda t: t.update(d2t=torch.arange(384, 512))
+    )
+    made = stage.look(folder, known_target(tmp_path), fix=True)
+    assert len(made["mended"]) == 1 and load_file(folder / "model.safetensors")["d2t"].tolist() == [384] * 128
+
+
 def test_what_is_not_certain_is_not_mended(folder, target):
     change_tensors(folder, lambda t: t["lm_head.weight"][3].fill_(float("nan")))
     before = (folder / "model.safetensors").read_bytes()

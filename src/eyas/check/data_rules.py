@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eyas.causes import Finding
+from eyas.causes import Finding, error, info, unknown, warning
 from eyas.errors import ContractError
 from eyas.progress import say
 from eyas.rundir import read_json
@@ -42,7 +42,7 @@ def of_conversations(folder: Path, target: Target | None) -> Iterator[Finding]:
     try:
         rows = list(conversations.read(folder))
     except ContractError as e:
-        yield Finding("data-files", "error", str(e), AGAIN)
+        yield error("data-files", str(e), AGAIN)
         return
     yield from _manifest(folder, AGAIN)
     yield from _masks(folder, rows)
@@ -55,7 +55,7 @@ def of_conversations(folder: Path, target: Target | None) -> Iterator[Finding]:
 
 def _manifest(folder: Path, fix: str) -> Iterator[Finding]:
     if not (folder / "manifest.json").is_file():
-        yield Finding("data-files", "error", f"{folder} has no manifest.json: it was not finished", fix)
+        yield error("data-files", f"{folder} has no manifest.json: it was not finished", fix)
 
 
 def _share(n: int, rows: list[Row]) -> str:
@@ -66,17 +66,15 @@ def _masks(folder: Path, rows: list[Row]) -> Iterator[Finding]:
     """What is trained is the completion: none of a row, or all of it, is a mask that went wrong."""
     empty = [r for r in rows if not r.completion_ids]
     if empty:
-        yield Finding(
+        yield error(
             "data-masks",
-            "error",
             f"{folder}: {_share(len(empty), rows)} have no answer to learn from (first: {empty[0].row_id})",
             AGAIN,
         )
     bare = [r for r in rows if not r.prompt_ids]
     if bare:
-        yield Finding(
+        yield error(
             "data-masks",
-            "error",
             f"{folder}: {_share(len(bare), rows)} have no prompt: all of them would be learned (first: {bare[0].row_id})",
             AGAIN,
         )
@@ -85,8 +83,7 @@ def _masks(folder: Path, rows: list[Row]) -> Iterator[Finding]:
 def _ends(folder: Path, rows: list[Row], target: Target | None) -> Iterator[Finding]:
     cut = sum(r.finish_reason == "length" for r in rows)
     if cut > TRUNCATED * len(rows):
-        yield Finding(
-            "data-ends", "warning", f"{folder}: {_share(cut, rows)} were cut by max_tokens: the drafter would see few ends of turn",
+        yield warning("data-ends", f"{folder}: {_share(cut, rows)} were cut by max_tokens: the drafter would see few ends of turn",
             "raise generate.max_tokens",
         )  # fmt: skip
     if target is None:
@@ -98,9 +95,7 @@ def _ends(folder: Path, rows: list[Row], target: Target | None) -> Iterator[Find
     ]
     if lost:
         last = Counter(r.completion_ids[-1] for r in lost).most_common(1)[0][0]
-        yield Finding(
-            "data-ends", "error",
-            f"{folder}: {_share(len(lost), rows)} ended by themselves, and their last id ({last}) is none of the target's stop ids "
+        yield error("data-ends", f"{folder}: {_share(len(lost), rows)} ended by themselves, and their last id ({last}) is none of the target's stop ids "
             f"{list(target.stop_ids)}: the end of turn is not learned",
             AGAIN,
         )  # fmt: skip
@@ -110,18 +105,16 @@ def _doubles(folder: Path, rows: list[Row]) -> Iterator[Finding]:
     ids = Counter(r.row_id for r in rows)
     doubled = [name for name, n in ids.items() if n > 1]
     if doubled:
-        yield Finding(
+        yield error(
             "data-doubles",
-            "error",
             f"{folder}: {len(doubled):,} row ids appear twice (first: {doubled[0]})",
             AGAIN,
         )
     same = Counter((tuple(r.prompt_ids), tuple(r.completion_ids)) for r in rows)
     more = sum(n - 1 for n in same.values())
     if more > DOUBLED * len(rows):
-        yield Finding(
+        yield warning(
             "data-doubles",
-            "warning",
             f"{folder}: {_share(more, rows)} repeat a prompt and its answer",
             "give more distinct prompts, or fewer generate.samples",
         )
@@ -129,9 +122,8 @@ def _doubles(folder: Path, rows: list[Row]) -> Iterator[Finding]:
         r.prompt_key for r in rows if r.split == "held_out"
     }
     if both:
-        yield Finding(
+        yield error(
             "data-doubles",
-            "error",
             f"{folder}: {len(both):,} prompts are trained on and held out: acceptance would be measured too high",
             AGAIN,
         )
@@ -140,16 +132,13 @@ def _doubles(folder: Path, rows: list[Row]) -> Iterator[Finding]:
 def _written_by(folder: Path, rows: list[Row], target: Target | None) -> Iterator[Finding]:
     writers = Counter(r.target for r in rows)
     if target and (other := sum(n for name, n in writers.items() if name != target.fingerprint)):
-        yield Finding(
-            "data-target", "error",
-            f"{folder}: {_share(other, rows)} were not written by {target.folder} ({target.fingerprint}): a drafter learns what the target "
+        yield error("data-target", f"{folder}: {_share(other, rows)} were not written by {target.folder} ({target.fingerprint}): a drafter learns what the target "
             "itself writes",
             AGAIN,
         )  # fmt: skip
     elif len(writers) > 1:
-        yield Finding(
+        yield error(
             "data-target",
-            "error",
             f"{folder}: rows of {len(writers)} targets are mixed ({', '.join(writers)})",
             AGAIN,
         )
@@ -160,9 +149,7 @@ def _thoughts(folder: Path, rows: list[Row], target: Target | None) -> Iterator[
     known = target.added_tokens() if target else {}
     closes = [known[name] for name in CLOSES_THOUGHT if name in known]
     if closes and rows and not any(set(closes) & set(r.ids) for r in rows):
-        yield Finding(
-            "data-thoughts", "warning",
-            f"{folder}: the target has a token that closes a thought ({closes[0]}), and no row holds it: if it thinks in serving, its thoughts "
+        yield warning("data-thoughts", f"{folder}: the target has a token that closes a thought ({closes[0]}), and no row holds it: if it thinks in serving, its thoughts "
             "were lost on the way",
             "look at a row, and at the server's reasoning parser",
         )  # fmt: skip
@@ -174,7 +161,7 @@ def _amounts(folder: Path, rows: list[Row]) -> Iterator[Finding]:
     said = f"{folder}: {len(rows):,} rows, {supervised:,} supervised tokens, {distinct:,} distinct ids in answers"
     if supervised < SMOKE_TOKENS:
         said += f"; below {SMOKE_TOKENS:,} a drafter trained from nothing shows that everything runs, and little more"
-    yield Finding("data-amount", "info", said)
+    yield info("data-amount", said)
 
 
 def of_states(folder: Path, target: Target | None) -> Iterator[Finding]:
@@ -187,7 +174,7 @@ def of_states(folder: Path, target: Target | None) -> Iterator[Finding]:
             states.refs(folder, listed) if listed else [r for p in _shards(folder) for r in states.rows_of(p)]
         )
     except ContractError as e:
-        yield Finding("states-files", "error", str(e), EXTRACT)
+        yield error("states-files", str(e), EXTRACT)
         return
     yield from _finite(folder)
     yield from _aligned(folder, refs)
@@ -204,9 +191,8 @@ def _finite(folder: Path) -> Iterator[Finding]:
     for path in _shards(folder):
         held = weights.of_file(path)
         for name in held.infinite():
-            yield Finding(
+            yield error(
                 "states-finite",
-                "error",
                 f"{path}: {name} holds NaN or infinity",
                 f"{EXTRACT} --set target.dtype=float32",
             )
@@ -217,25 +203,22 @@ def _aligned(folder: Path, refs: list[RowRef]) -> Iterator[Finding]:
     beside = folder.parent / "conversations"
     rows = {r.row_id: r for r in conversations.read(beside)} if is_conversations(beside) else {}
     if not rows:
-        yield Finding(
+        yield info(
             "states-rows",
-            "info",
             f"{folder}: no conversations beside it ({beside}): its ids are not compared",
         )
         return
     wrong = [r for r in refs if r.row_id not in rows or r.slice("ids").tolist() != rows[r.row_id].ids]
     lacking = rows.keys() - {r.row_id for r in refs}
     if wrong:
-        yield Finding(
+        yield error(
             "states-rows",
-            "error",
             f"{folder}: {len(wrong):,} rows are not those of {beside} (first: {wrong[0].row_id})",
             EXTRACT,
         )
     if lacking:
-        yield Finding(
+        yield error(
             "states-rows",
-            "error",
             f"{folder}: {len(lacking):,} rows of {beside} have no states (first: {min(lacking)})",
             EXTRACT,
         )
@@ -247,19 +230,16 @@ def _layers(
     ids = about.get("aux_layers")
     width = refs[0].load().aux_TLD.shape if refs else None
     if width is None:
-        yield Finding("states-rows", "error", f"{folder} holds no row", EXTRACT)
+        yield error("states-rows", f"{folder} holds no row", EXTRACT)
         return
     if ids is not None and len(ids) != width[1]:
-        yield Finding(
+        yield error(
             "states-layers",
-            "error",
             f"{folder}: the manifest names {len(ids)} aux layers {ids}, and the shards hold {width[1]}",
             EXTRACT,
         )
     if target and (width[2] != target.hidden or (ids and max(ids) > target.layers)):
-        yield Finding(
-            "states-layers", "error",
-            f"{folder}: layers {ids} of width {width[2]}, and {target.folder} has {target.layers} layers of width {target.hidden}", EXTRACT,
+        yield error("states-layers", f"{folder}: layers {ids} of width {width[2]}, and {target.folder} has {target.layers} layers of width {target.hidden}", EXTRACT,
         )  # fmt: skip
 
 
@@ -281,18 +261,16 @@ def _agreement(folder: Path, refs: list[RowRef], target: Target) -> Iterator[Fin
         if seen >= SAMPLED_POSITIONS:
             break
     if not seen:
-        yield Finding(
+        yield unknown(
             "states-agreement",
-            "unknown",
             f"{folder}: no position has the target's own argmax to compare with",
             EXTRACT,
         )
         return
     said = f"{folder}: head(norm(last state)) has the target's own argmax at {same / seen:.2%} of {seen:,} positions"
     if same / seen < AGREES:
-        yield Finding(
+        yield error(
             "states-agreement",
-            "error",
             f"{said} (need {AGREES:.0%}): another layer, a state after the final norm, or another target",
             EXTRACT,
         )

@@ -6,7 +6,7 @@ eyas check DIR --target T --engine vllm --engine-version 0.32.0        eyas chec
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from eyas.causes import Finding
+from eyas.causes import Finding, error, info, unknown
 from eyas.check.facts import Facts
 from eyas.contract import FIELDS
 from eyas.engines import sglang_loader, vllm_loader
@@ -32,6 +32,7 @@ class Named(NamedTuple):
 
     name: str
     version: Version
+    device: str = "cuda"
 
 
 def named(engine: str, version: str | None) -> Named:
@@ -53,7 +54,7 @@ def findings(f: Facts, engine: Named) -> Iterator[Finding]:
     usual = seen[0]
     if len(seen) > 1:
         kind = f.target.model_type if f.target else None
-        runner = vllm_loader.default_runner(engine.version, kind, "cuda")
+        runner = vllm_loader.default_runner(engine.version, kind, engine.device)
         usual = seen[1] if runner == "V2" else seen[0]
     mine = list(_of(f, usual))
     yield from mine
@@ -77,15 +78,13 @@ def _without(finding: Finding, view: View) -> str:
 
 def _of(f: Facts, view: View) -> Iterator[Finding]:
     for why in view.refuses:
-        yield Finding(
+        yield error(
             "engine-refuses",
-            "error",
             f"{view.engine} would not start: {why}",
             "convert it (eyas convert), or use another version",
         )
     for name in view.left:
-        yield Finding(
-            "engine-random", "error", f"{view.engine} would leave {name} as it finds it in memory: nothing in the folder fills it, and it says nothing",
+        yield error("engine-random", f"{view.engine} would leave {name} as it finds it in memory: nothing in the folder fills it, and it says nothing",
             "export the tensor, or convert the folder (eyas convert)",
         )  # fmt: skip
     ours = [
@@ -94,36 +93,27 @@ def _of(f: Facts, view: View) -> Iterator[Finding]:
         if n.split(".")[-1] != "t2d" and not n.startswith(("verifier_", "target_model."))
     ]
     for name in ours:
-        yield Finding(
+        yield error(
             "engine-skips",
-            "error",
             f"{view.engine} would skip {name} without a word",
             "convert it (eyas convert), or use another version",
         )
-    unknown = [n for n in COMPARED if not view.fields[n].known]
-    if unknown:
-        said = view.fields[unknown[0]].where
-        yield Finding(
+    unsaid = [n for n in COMPARED if not view.fields[n].known]
+    if unsaid:
+        said = view.fields[unsaid[0]].where
+        yield unknown(
             "engine-unknown",
-            "unknown",
-            f"{view.engine}: {', '.join(FIELDS[n] for n in unknown)}: {said}",
+            f"{view.engine}: {', '.join(FIELDS[n] for n in unsaid)}: {said}",
             "name a version that was read, or serve and measure it",
         )
     for name in COMPARED:
         a, b = f.card[name], view.fields[name]
-        if (
-            a.known
-            and b.known
-            and a.value != b.value
-            and not (name == "fed_back" and view.fields["depth"].value is None)
-        ):
-            yield Finding(
-                "engine-differs", "error",
-                f"{view.engine} would run {FIELDS[name]} {_said(b.value)} ({b.where}); it was trained with {_said(a.value)} ({a.where})",
+        if a.known and b.known and a.value != b.value:
+            yield error("engine-differs", f"{view.engine} would run {FIELDS[name]} {_said(b.value)} ({b.where}); it was trained with {_said(a.value)} ({a.where})",
                 FIXES.get(name, f"state {FIELDS[name]} in config.json"),
             )  # fmt: skip
     for note in view.notes:
-        yield Finding("engine-note", "info", f"{view.engine}: {note}")
+        yield info("engine-note", f"{view.engine}: {note}")
 
 
 def _said(value: object) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eyas.check import rules
+from eyas.check import rules, vocabulary
 from eyas.check.facts import Facts
 from eyas.rundir import atomic
 from eyas.stores import weights
@@ -44,14 +44,16 @@ def _config(f: Facts) -> list[str]:
 
 def _map(f: Facts) -> list[str]:
     d2t, t2d = f.small.get("d2t"), f.small.get("t2d")
-    small = f.card["draft_vocab"].value
-    wanted, why = None, ""
+    small, large = f.card["draft_vocab"].value, f.card["vocab"].value
     marked = np.flatnonzero(t2d) if t2d is not None else None
-    if marked is not None and len(marked) == small:
-        offsets = marked - np.arange(len(marked))
-        if d2t is None or (not d2t.any() and offsets.any()) or np.array_equal(d2t, marked):
-            wanted, why = offsets, "made from t2d"
-    if wanted is None and d2t is not None and d2t.dtype != np.int64 and d2t.dtype.kind in "iu":
+    if d2t is not None and (d2t.dtype.kind not in "iu" or not len(d2t)):
+        return []
+    wanted, why = None, ""
+    if d2t is not None and vocabulary.absolute(d2t.astype(np.int64), t2d, large):
+        wanted, why = d2t - np.arange(len(d2t)), "held absolute ids, and holds offsets"
+    elif marked is not None and len(marked) == small and (d2t is None or not d2t.any()):
+        wanted, why = marked - np.arange(len(marked)), "made from t2d"
+    elif d2t is not None and d2t.dtype != np.int64:
         wanted, why = d2t, "written as int64"
     if wanted is None or (d2t is not None and d2t.dtype == np.int64 and np.array_equal(wanted, d2t)):
         return []

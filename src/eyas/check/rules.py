@@ -6,10 +6,9 @@ What an engine would make of it is in engine_rules.py. docs/checks.md has a sect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 from eyas import contract as contracts
-from eyas.causes import Finding
+from eyas.causes import Finding, error, info, unknown, warning
+from eyas.check import vocabulary
 from eyas.check.facts import Facts
 from eyas.contract import FIELDS
 from eyas.drafter import dialects, shapes
@@ -18,7 +17,7 @@ from eyas.drafter.dialects import IDS, NEVER_SAVED, shift_of
 from eyas.errors import ContractError
 from eyas.stores.weights import FLOATS
 
-DECIDING = (
+DECIDING = ("aux_layers", "before_residual", "fed_back", "fc_norm", "rope")  # unknown ones lose acceptance in silence
     "aux_layers",
     "before_residual",
     "fed_back",
@@ -31,7 +30,6 @@ COMPARED = (
     "qk_norm", "bias", "activation", "eps", "rope", "window", "context", "vocab", "draft_vocab", "dtype",
 )  # fmt: skip
 LATER = ("dtype", "eagle_config")  # keys that drafters of older versions of eyas do not have
-THOUGHTS = ("<think>", "</think>", "<|channel|>", "<|message|>", "◁think▷", "◁/think▷")
 WRITES = {
     "aux_layers": IDS, "fc_norm": "norm_before_fc and fc_norm", "before_residual": "norm_before_residual", "fed_back": "norm_output",
     "hidden": "hidden_size", "mlp": "intermediate_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
@@ -42,11 +40,10 @@ WRITES = {
 
 def files(f: Facts) -> Iterator[Finding]:
     for problem in f.weights.problems:
-        yield Finding("files", "error", problem, "fetch or write the file again")
+        yield error("files", problem, "fetch or write the file again")
     if f.weights.pickles:
-        yield Finding(
+        yield info(
             "files",
-            "info",
             f"{f.path}: {', '.join(f.weights.pickles[:3])} beside the safetensors are pickles, which eyas does not open and engines "
             "leave alone where there are safetensors",
         )
@@ -56,9 +53,8 @@ def tensors(f: Facts) -> Iterator[Finding]:
     """Names that belong to no drafter, and those that eyas's own contract asks for."""
     for disk in f.weights.tensors:
         if disk.startswith(NEVER_SAVED):
-            yield Finding(
+            yield warning(
                 "tensors",
-                "warning",
                 f"{disk} is a tensor of the target, not of the drafter",
                 "leave it out when saving",
             )
@@ -69,29 +65,26 @@ def tensors(f: Facts) -> Iterator[Finding]:
         if name not in f.names and name == "t2d":
             continue  # engines ignore it, and ModelOpt writes none
         if name not in f.names:
-            yield Finding(
+            yield error(
                 "tensors",
-                "error",
                 f'tensor "{name}" is missing; the engine would leave it random',
                 "train or export again",
             )
         elif (found := f.weights.tensors[f.names[name]].shape) != shape:
-            yield Finding(
+            yield error(
                 "tensors",
-                "error",
                 f'tensor "{name}" has shape {found}, expected {shape}',
                 "train or export again",
             )
     for name, disk in f.names.items():
         if name not in wanted and name != "embed_tokens.weight" and not disk.startswith(NEVER_SAVED):
-            yield Finding("tensors", "error", f'tensor "{disk}" is not part of this drafter', "remove it")
+            yield error("tensors", f'tensor "{disk}" is not part of this drafter', "remove it")
 
 
 def finite(f: Facts) -> Iterator[Finding]:
     for name in f.weights.infinite():
-        yield Finding(
+        yield error(
             "finite",
-            "error",
             f"{f.path}: {name} holds NaN or infinity",
             "train again, from the last good checkpoint",
         )
@@ -99,16 +92,15 @@ def finite(f: Facts) -> Iterator[Finding]:
 
 def types(f: Facts) -> Iterator[Finding]:
     for key, value, kind in dialects.misplaced(f.config):
-        yield Finding(
+        yield error(
             "types",
-            "error",
             f"{f.path}/config.json: {key} is {value!r:.60}; every reader needs {kind}",
             "correct it",
         )
     kinds = {t.dtype for t in f.weights.tensors.values() if t.dtype in FLOATS}
     if len(kinds) > 1 and f.card["quantisation"].value is None:
         said = f"{f.path}: weights of several types ({', '.join(sorted(kinds))}); engines cast them to the target's"
-        yield Finding("types", "info", said)
+        yield info("types", said)
 
 
 def config(f: Facts) -> Iterator[Finding]:
@@ -119,9 +111,8 @@ def config(f: Facts) -> Iterator[Finding]:
     wrong = dict(changed_keys(f))
     for key, value in wrong.items():
         found = f.config.get(key, "nothing")
-        yield Finding(
+        yield error(
             "config",
-            "error",
             f"{f.path}/config.json: {key} is {found!r:.80}, the drafter was trained with {value!r:.80}",
             fix,
         )
@@ -133,7 +124,7 @@ def config(f: Facts) -> Iterator[Finding]:
             and not wrong.keys() & set(WRITES.get(name, name).split(" and "))
         ):
             said = f"{FIELDS[name]} {found.value} ({found.where})"
-            yield Finding("config", "error", f"{f.path} comes to {said}; it was trained with {trained}", fix)
+            yield error("config", f"{f.path} comes to {said}; it was trained with {trained}", fix)
 
 
 def changed_keys(f: Facts) -> Iterator[tuple[str, Any]]:
@@ -156,9 +147,7 @@ def tied(f: Facts) -> Iterator[Finding]:
     small, large = f.card["draft_vocab"].value, f.card["vocab"].value
     if f.folder.flat.get("tie_word_embeddings") is True and "lm_head.weight" in f.names:
         why = "" if small == large else f", and has {small} rows of the target's {large}"
-        yield Finding(
-            "tied", "error",
-            f"{f.path}/config.json: tie_word_embeddings is true, and the drafter has a head of its own{why}: SGLang would take the embedding for it",
+        yield error("tied", f"{f.path}/config.json: tie_word_embeddings is true, and the drafter has a head of its own{why}: SGLang would take the embedding for it",
             "set tie_word_embeddings to false",
         )  # fmt: skip
 
@@ -167,7 +156,7 @@ def unknowns(f: Facts) -> Iterator[Finding]:
     for name in DECIDING:
         fact = f.card[name]
         if not fact.known:
-            yield Finding("unknown", "unknown", f"{FIELDS[name]}: {fact.where}", _ask(name))
+            yield unknown("unknown", f"{FIELDS[name]}: {fact.where}", _ask(name))
 
 
 def _ask(name: str) -> str:
@@ -176,133 +165,9 @@ def _ask(name: str) -> str:
         "before_residual": "ask who trained it, and state norm_before_residual",
         "fed_back": "ask who trained it: state norm_output as engines mean it (true where norm(h) is fed back)",
         "rope": "state one theta and one scaling, in one place",
-        "map": "export d2t (offsets) with the weights",
         "fc_norm": "leave only the norm that it was trained with",
     }
     return asks[name]
-
-
-def vocabulary(f: Facts) -> Iterator[Finding]:
-    """d2t holds offsets: target id = draft id + d2t[draft id]."""
-    where, large = f"{f.path}: d2t", f.card["vocab"].value
-    small = f.card["draft_vocab"].value
-    if "d2t" not in f.names:
-        if small and large and small < large:
-            fix = (
-                f"eyas check {f.path} --fix"
-                if "t2d" in f.names
-                else "export d2t again, from the training checkpoint"
-            )
-            yield Finding(
-                "vocabulary",
-                "error",
-                f"{f.path} has no d2t, and drafts {small:,} of {large:,} ids: every engine takes draft id i for target id i",
-                fix,
-            )
-        return
-    try:
-        d2t, t2d = f.small.get("d2t"), f.small.get("t2d")
-    except ContractError as e:
-        yield Finding("vocabulary", "error", str(e), "export d2t as int64")
-        return
-    if d2t is None:
-        yield Finding("vocabulary", "error", f"{where} is no list of numbers", "export d2t again")
-        return
-    if d2t.dtype != np.int64:
-        yield Finding(
-            "vocabulary",
-            "error",
-            f"{where} is {f.weights.tensors[f.names['d2t']].dtype}; engines need int64",
-            f"eyas check {f.path} --fix",
-        )
-    if d2t.dtype.kind not in "iu":
-        return
-    yield from _map(f, d2t.astype(np.int64), None if t2d is None else t2d.astype(bool), where)
-
-
-def _map(f: Facts, d2t: np.ndarray, t2d: np.ndarray | None, where: str) -> Iterator[Finding]:
-    small, large = f.card["draft_vocab"].value, f.card["vocab"].value
-    kept = np.arange(len(d2t)) + d2t
-    marked = None if t2d is None else np.flatnonzero(t2d)
-    rises = len(d2t) > 1 and bool((np.diff(d2t) > 0).all())
-    if small and len(d2t) != small:
-        yield Finding(
-            "vocabulary",
-            "error",
-            f"{where} has {len(d2t):,} entries, and the draft vocabulary {small:,}",
-            "export them together",
-        )
-    if marked is not None and large and len(t2d if t2d is not None else ()) != large:
-        yield Finding(
-            "vocabulary",
-            "error",
-            f"{f.path}: t2d has {len(t2d if t2d is not None else ()):,} entries, and the target's vocabulary {large:,}",
-            "export them together",
-        )
-    if (
-        d2t.any()
-        and not np.array_equal(kept, d2t)
-        and (
-            (marked is not None and np.array_equal(d2t, marked))
-            or (marked is None and rises and large and kept[-1] >= large)
-        )
-    ):
-        yield Finding(
-            "vocabulary",
-            "error",
-            f"{where} holds absolute ids; engines add arange, so draft id 1 would be target id {int(kept[1]) if len(kept) > 1 else 0}",
-            f"eyas check {f.path} --fix",
-        )
-    elif large and len(kept) and (kept.min() < 0 or kept.max() >= large):
-        yield Finding(
-            "vocabulary",
-            "error",
-            f"{where} maps to ids outside 0..{large - 1}",
-            "export d2t again, as offsets",
-        )
-    elif not bool((np.diff(kept) > 0).all()):
-        yield Finding(
-            "vocabulary",
-            "error",
-            f"{where} is not strictly increasing after adding arange: ids repeat",
-            "export d2t again, as offsets",
-        )
-    elif marked is not None and not np.array_equal(kept, marked):
-        yield Finding(
-            "vocabulary",
-            "error",
-            f"{where} and t2d keep different ids",
-            f"eyas check {f.path} --fix" if not d2t.any() else "export them together",
-        )
-    elif marked is None and not d2t.any() and small and large and small < large:
-        yield Finding(
-            "vocabulary",
-            "unknown",
-            f"{where} is all zeros: the first {small:,} ids, or a map that was never filled",
-            "ask who trained it",
-        )
-    else:
-        yield from _special(f, set(kept.tolist()), where)
-
-
-def _special(f: Facts, kept: set[int], where: str) -> Iterator[Finding]:
-    stops = f.contract.stop_ids if f.contract else f.target.stop_ids if f.target else ()
-    lost = [i for i in stops if i not in kept]
-    if lost:
-        bad = f.contract is not None or len(lost) == len(stops)
-        yield Finding(
-            "vocabulary", "error" if bad else "warning",
-            f"{where}: stop ids {lost} are outside the draft vocabulary; {'ends' if bad else 'such ends'} are never drafted",
-            "build the draft vocabulary with them, and train again",
-        )  # fmt: skip
-    for token, number in (f.target.added_tokens() if f.target else {}).items():
-        if token in THOUGHTS and number not in kept:
-            yield Finding(
-                "vocabulary",
-                "warning",
-                f"{where}: {token} ({number}) is outside the draft vocabulary: the drafter can never propose it",
-                "build the draft vocabulary with it",
-            )
 
 
 def layers(f: Facts) -> Iterator[Finding]:
@@ -312,26 +177,21 @@ def layers(f: Facts) -> Iterator[Finding]:
     ids = list(fact.value)
     if sorted(set(ids)) != ids or not ids or ids[0] < 0 or (n is not None and ids[-1] > n):
         most = n if n is not None else "n"
-        yield Finding(
+        yield error(
             "layers",
-            "error",
             f"{f.path}: aux layers {ids} ({fact.where}) are not ascending ids in 0..{most}",
             "state the layers that it was trained on",
         )
     elif f.contract is None and n and ids == [1, n // 2 - 1, n - 4] and fact.source == "stated":
         ours = [i + 1 for i in ids]
-        yield Finding(
-            "layers", "error",
-            f"{f.path}: {fact.where} is {ids}, the default of SpecForge and ModelOpt, which number the outputs of layers: the same states are "
+        yield error("layers", f"{f.path}: {fact.where} is {ids}, the default of SpecForge and ModelOpt, which number the outputs of layers: the same states are "
             f"{ours} in this key, and vLLM would read every layer one too early",
             f"write {ours} for {IDS}, or move {ids} into eagle_config for SGLang alone",
         )  # fmt: skip
     own, nested = ids_of(f.folder.flat.get(IDS)), ids_of(f.folder.nested.get(IDS))
     shift = shift_of(nested, f.target) if nested else None
     if own and nested and shift is not None and sorted(own) != sorted(i + shift for i in nested):
-        yield Finding(
-            "layers", "error",
-            f"{f.path}/config.json says two things: {IDS} {list(own)} for vLLM, and eagle_config's {list(nested)}, which SGLang takes for "
+        yield error("layers", f"{f.path}/config.json says two things: {IDS} {list(own)} for vLLM, and eagle_config's {list(nested)}, which SGLang takes for "
             f"{sorted(i + shift for i in nested)}",
             "make both say the layers that it was trained on",
         )  # fmt: skip
@@ -342,31 +202,27 @@ def widths(f: Facts) -> Iterator[Finding]:
     shape = f.folder.shape("fc.weight")
     hidden, wide, ids = (f.card[n].value for n in ("hidden", "target_hidden", "aux_layers"))
     if shape is None or len(shape) != 2:
-        yield Finding("widths", "error", f"{f.path}: fc.weight has shape {shape}", "export again")
+        yield error("widths", f"{f.path}: fc.weight has shape {shape}", "export again")
         return
     if hidden and shape[0] != hidden:
-        yield Finding(
+        yield error(
             "widths",
-            "error",
             f"{f.path}: fc gives {shape[0]}, and hidden_size is {hidden}",
             "correct config.json",
         )
     if wide and ids and shape[1] != len(ids) * wide:
-        yield Finding(
-            "widths", "error", f"{f.path}: fc takes {shape[1]}, and {len(ids)} aux layers of {wide} are {len(ids) * wide}",
+        yield error("widths", f"{f.path}: fc takes {shape[1]}, and {len(ids)} aux layers of {wide} are {len(ids) * wide}",
             "state as many layers as it was trained on, or target_hidden_size",
         )  # fmt: skip
     if f.target and wide and wide != f.target.hidden:
-        yield Finding(
+        yield error(
             "widths",
-            "error",
             f"{f.path}: the aux states are {wide} wide, and {f.target.folder} has {f.target.hidden}",
             "give the target that it was trained for",
         )
     if hidden and wide and hidden != wide and f.card["embedding"].value != "own":
-        yield Finding(
+        yield error(
             "widths",
-            "error",
             f"{f.path}: the drafter is {hidden} wide, its target {wide}, and there is no embed_tokens of its own",
             "export embed_tokens",
         )
@@ -378,23 +234,20 @@ def flags(f: Facts) -> Iterator[Finding]:
     for flag, name in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
         value = f.folder.nested.get(flag, flat.get(flag))
         if bool(value) and name not in f.names:
-            yield Finding(
+            yield error(
                 "flags",
-                "error",
                 f"{f.path}/config.json: {flag} is true, and there is no {name}: the norm would be one of ones",
                 f"set {flag} to false, or export the norm",
             )
         if not value and name in f.names:
-            yield Finding(
+            yield error(
                 "flags",
-                "error",
                 f"{f.path}: there is {name}, and {flag} is {'not stated' if value is None else 'false'}: engines leave the norm out or refuse it",
                 f"set {flag} to true",
             )
     if flat.get("norm_before_residual") is not None and not isinstance(flat["norm_before_residual"], bool):
-        yield Finding(
+        yield error(
             "flags",
-            "error",
             f"{f.path}/config.json: norm_before_residual is {flat['norm_before_residual']!r:.60}",
             "write true or false",
         )
@@ -404,9 +257,7 @@ def architecture(f: Facts) -> Iterator[Finding]:
     names = f.config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if f.reading.dialect not in ("speculators", "eagle") and isinstance(name, str) and "Eagle3" not in name:
-        yield Finding(
-            "architecture", "error",
-            f"{f.path}/config.json: architectures names {name}, a plain language model, and the tensors are an EAGLE-3 drafter's: transformers "
+        yield error("architecture", f"{f.path}/config.json: architectures names {name}, a plain language model, and the tensors are an EAGLE-3 drafter's: transformers "
             "would fill what does not fit at random",
             "write LlamaForCausalLMEagle3 (Eagle3DeepseekV2ForCausalLM with latent attention)",
         )  # fmt: skip
@@ -414,32 +265,28 @@ def architecture(f: Facts) -> Iterator[Finding]:
 
 def same_target(f: Facts) -> Iterator[Finding]:
     if f.target is None:
-        yield Finding("target", "info", "no target given (--target DIR): the drafter is checked alone")
+        yield info("target", "no target given (--target DIR): the drafter is checked alone")
         return
     t, c = f.target, f.contract
     if c is None:
         vocab, rope = f.card["vocab"], f.card["rope"]
         if vocab.known and vocab.value != t.vocab:
-            yield Finding(
+            yield error(
                 "target",
-                "error",
                 f"{f.path}: vocabulary of {vocab.value:,} ids, and {t.folder} has {t.vocab:,}",
                 "give the target that it was trained for",
             )
         if rope.known and not t.latent and rope.value.theta != t.rope_theta:
-            yield Finding(
-                "target", "warning",
-                f"{f.path}: rope theta is {rope.value.theta:g} ({rope.where}), and the target's {t.rope_theta:g}: right if it was trained so, and lost "
+            yield warning("target", f"{f.path}: rope theta is {rope.value.theta:g} ({rope.where}), and the target's {t.rope_theta:g}: right if it was trained so, and lost "
                 "acceptance that grows with the context if a conversion dropped it",
                 "compare with the training's config",
             )  # fmt: skip
         return
     for name, ours, theirs in contracts.misfits(c, t):
-        yield Finding("target", "error", f"{name}: the drafter expects {ours}, {t.folder} has {theirs}")
+        yield error("target", f"{name}: the drafter expects {ours}, {t.folder} has {theirs}")
     if c.target_fingerprint != t.fingerprint:
-        yield Finding(
+        yield warning(
             "target",
-            "warning",
             f"the drafter was trained for {c.target_identity} ({c.target_fingerprint}); {t.folder} is {t.identity} "
             f"({t.fingerprint}): other weights, tokenizer or template lower acceptance",
         )
@@ -448,16 +295,13 @@ def same_target(f: Facts) -> Iterator[Finding]:
 def trainers(f: Facts) -> Iterator[Finding]:
     """What a trainer is known to do, which config and tensors cannot show."""
     if f.reading.dialect == "modelopt" and any(n.startswith("layers.0.") for n in f.weights.tensors):
-        yield Finding(
-            "trainers", "info",
-            "ModelOpt 0.47 trains q, k and v on hidden_norm(input_layernorm(h)), and engines compute hidden_norm(h): acceptance in serving may lie "
+        yield info("trainers", "ModelOpt 0.47 trains q, k and v on hidden_norm(input_layernorm(h)), and engines compute hidden_norm(h): acceptance in serving may lie "
             "below that of training, with nothing wrong in the files",
         )  # fmt: skip
     rope = f.card["rope"].value
     if f.reading.dialect == "modelopt" and rope and dict(rope.scaling).get("kind") == "yarn":
-        yield Finding(
+        yield info(
             "trainers",
-            "info",
             f"rope: {rope}; ModelOpt trains plain rope and writes yarn when it exports, for longer contexts",
         )
 
@@ -465,20 +309,17 @@ def trainers(f: Facts) -> Iterator[Finding]:
 def length(f: Facts) -> Iterator[Finding]:
     trained, context = f.card["trained_length"], f.card["context"]
     if trained.known and f.target and trained.value < f.target.context:
-        yield Finding(
+        yield info(
             "length",
-            "info",
             f"trained on rows of at most {trained.value:,} tokens; beyond them acceptance is not known ({f.target.context:,} are served)",
         )
     if context.known and f.target and context.value < f.target.context:
-        yield Finding(
-            "length", "warning",
-            f"{f.path}/config.json: max_position_embeddings is {context.value:,}, below the target's {f.target.context:,}: SGLang does not start, and vLLM "
+        yield warning("length", f"{f.path}/config.json: max_position_embeddings is {context.value:,}, below the target's {f.target.context:,}: SGLang does not start, and vLLM "
             "stops drafting beyond it",
             f"write {f.target.context}, or serve with a shorter context",
         )  # fmt: skip
 
 
 RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    files, tensors, finite, types, config, tied, unknowns, vocabulary, layers, widths, flags, architecture, same_target, trainers, length,
+    files, tensors, finite, types, config, tied, unknowns, vocabulary.rule, layers, widths, flags, architecture, same_target, trainers, length,
 )  # fmt: skip

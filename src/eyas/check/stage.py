@@ -6,7 +6,7 @@ eyas check RECIPE        eyas check DRAFTER_FOLDER --target TARGET_FOLDER [--eng
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eyas.causes import Finding, healthy
+from eyas.causes import Finding, error, healthy, info
 from eyas.check import engine_rules, facts, mend, rules
 from eyas.check.engine_rules import Named
 from eyas.check.facts import Facts
@@ -31,7 +31,8 @@ def _engine(resolved: "Resolved") -> Named | None:
         return None
     from eyas.engines import vllm
 
-    return engine_rules.named(options.name, vllm.find(options.python, options.command).version)
+    found = vllm.find(options.python, options.command)
+    return engine_rules.named(options.name, found.version)._replace(device=found.device)
 
 
 def check(
@@ -41,7 +42,7 @@ def check(
     try:
         seen = facts.gather(folder, target)
     except ContractError as e:
-        return [Finding("read", "error", str(e))], None
+        return [error("read", str(e))], None
     found = [finding for rule in rules.RULES for finding in rule(seen)]
     return found + (list(engine_rules.findings(seen, engine)) if engine else []), seen
 
@@ -56,7 +57,7 @@ def look_at_data(folder: Path, target: Target | None) -> dict[str, Any]:
         )
     )
     if target is None:
-        found.append(Finding("target", "info", "no target given (--target DIR): the data are checked alone"))
+        found.append(info("target", "no target given (--target DIR): the data are checked alone"))
     _show(found)
     good = healthy(found)
     if good:

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from eyas.contract import Contract
 from eyas.engines import containers
-from eyas.errors import SurroundingsError, UsageError
+from eyas.errors import SurroundingsError
 from eyas.progress import say
 
 TESTED, READ = ("0.25.1", "0.32.0"), ("0.18.1", "0.22.1")
@@ -79,23 +78,6 @@ class Serving:
     env: dict[str, str] = field(default_factory=dict)
     contained: bool = False  # started by a container runtime
     keep: Keep | None = None  # states to be kept
-
-
-class Loader(NamedTuple):
-    """What a version's EAGLE-3 loader (model_executor/models/llama_eagle3.py) reads of a drafter, beside what all read: d2t,
-    midlayer or layers.0, norm_before_residual, norm_before_fc with input_norm, draft_vocab_size."""
-
-    fc_norm: bool  # one norm for each aux state
-    norm_output: bool
-    aux_count: bool  # another number of aux layers than three
-
-
-LOADERS = {
-    (0, 18, 1): Loader(fc_norm=False, norm_output=False, aux_count=False),
-    (0, 22, 1): Loader(fc_norm=True, norm_output=True, aux_count=True),
-    (0, 25, 1): Loader(fc_norm=True, norm_output=True, aux_count=True),
-    (0, 32, 0): Loader(fc_norm=True, norm_output=True, aux_count=True),
-}
 
 
 class Sign(NamedTuple):
@@ -230,34 +212,6 @@ def untested(version: str) -> str | None:
     if version in READ:
         return f"vLLM {version} was read, not launched; launched: {', '.join(TESTED)}"
     return f"vLLM {version} is untested; launched: {', '.join(TESTED)}; read: {', '.join(READ)}"
-
-
-def refuse_unread(version: str, contract: Contract) -> None:
-    """Raises UsageError where this version would not read what the drafter needs, and fail or accept little in silence.
-
-    A version between two that were read and differ is not refused: nothing is known, and untested() has said so.
-    """
-    mine = tuple(int(n) for n in re.findall(r"\d+", version)[:3])
-    below = [row for v, row in LOADERS.items() if v <= mine]
-    above = [row for v, row in LOADERS.items() if v >= mine]
-    rows = [*below[-1:], *above[:1]]
-    needs = {
-        "fc_norm": contract.norms.fc == "chunks", "norm_output": contract.norms.output,
-        "aux_count": len(contract.aux_layers) != 3,
-    }  # fmt: skip
-    words = {
-        "fc_norm": "one norm for each aux state (norms.fc: chunks)",
-        "norm_output": "a norm before feeding back (norms.output)",
-        "aux_count": f"{len(contract.aux_layers)} aux layers",
-    }
-    lacking = [
-        words[name] for name, needed in needs.items() if needed and not any(getattr(r, name) for r in rows)
-    ]
-    if lacking:
-        raise UsageError(
-            f"vLLM {version} does not read {' and '.join(lacking)}, which this drafter was trained with. Use 0.22.1 or later, or "
-            "train one with train.norms.fc none or whole, train.norms.output false and three aux layers."
-        )
 
 
 def command(engine: Installed, s: Serving) -> list[str]:

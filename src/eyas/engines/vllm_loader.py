@@ -9,11 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from eyas.contract import Rope
+from eyas.contract import FIELDS, Contract, Rope, card
+from eyas.drafter import dialects
 from eyas.drafter.cards import ids_of, rope_of, whole
-from eyas.drafter.dialects import IDS, Folder, cleaned
-from eyas.drafter.shapes import parameters
-from eyas.engines.loading import Version, View, at, misshapen, shown, sort_tensors
+from eyas.drafter.dialects import IDS, Folder, Shape, cleaned
+from eyas.drafter.shapes import of_contract, parameters
+from eyas.engines.loading import Version, View, at, misshapen, parse, shown, sort_tensors
+from eyas.errors import UsageError
 
 READ: tuple[Version, ...] = ((0, 18, 1), (0, 22, 1), (0, 25, 1), (0, 32, 0))
 RUNNERS = ("V1", "V2")
@@ -63,6 +65,28 @@ def views(version: Version, folder: Folder) -> list[View]:
         made[0].engine = f"vLLM {shown(version)}"
         return made[:1]
     return made
+
+
+def refuse(version: str, c: Contract) -> None:
+    """Raises UsageError where this version would run a drafter of eyas's otherwise than it was trained, in silence or not at all.
+
+    What is unknown of a version is not refused: eyas serve says that it is untested.
+    """
+    tensors = {name: Shape("BF16", shape) for name, shape in of_contract(c).items()}
+    folder = Folder(dialects.config_of(card(c), "vllm", {}, c.target_model_type), tensors)
+    seen, trained = views(parse(version), folder), card(c)
+    why = {
+        f"{FIELDS[n]} {view.fields[n].value}, trained with {trained[n].value}"
+        for view in seen
+        for n in ("aux_layers", "fc_norm", "before_residual", "fed_back", "rope", "map")
+        if view.fields[n].known and view.fields[n].value != trained[n].value
+    }
+    why |= {reason for view in seen for reason in view.refuses}
+    if why:
+        raise UsageError(
+            f"vLLM {version} would not run this drafter as it was trained: {'; '.join(sorted(why))}. Use {shown(READ[-1])}, or train one "
+            "with train.norms.fc none or whole, train.norms.output false and three aux layers."
+        )
 
 
 def default_runner(version: Version, target_type: str | None, device: str) -> str | None:

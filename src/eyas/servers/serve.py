@@ -15,7 +15,7 @@ from typing import NamedTuple
 import psutil
 
 from eyas import contract
-from eyas.engines import containers, vllm
+from eyas.engines import containers, vllm, vllm_loader
 from eyas.engines.vllm import Installed, Keep, Serving
 from eyas.errors import SurroundingsError, UsageError
 from eyas.progress import duration, say, size
@@ -69,7 +69,7 @@ def _launch(
 ) -> Launch:
     options = resolved.recipe.engine
     if drafter:
-        vllm.refuse_unread(engine.version, contract.read(drafter / "contract.json"))
+        vllm_loader.refuse(engine.version, contract.read(drafter / "contract.json"))
     nonce = launch.new_nonce()
     serving = Serving(
         model=resolved.target.folder.resolve(), names=(resolved.recipe.name, nonce), host=HOST,
