@@ -17,14 +17,7 @@ from eyas.drafter.dialects import IDS, NEVER_SAVED, shift_of
 from eyas.errors import ContractError
 from eyas.stores.weights import FLOATS
 
-DECIDING = ("aux_layers", "before_residual", "fed_back", "fc_norm", "rope")  # unknown ones lose acceptance in silence
-    "aux_layers",
-    "before_residual",
-    "fed_back",
-    "fc_norm",
-    "rope",
-    "map",
-)  # unknown ones lose acceptance in silence
+DECIDING = ("aux_layers", "before_residual", "fed_back", "fc_norm", "rope")  # unknown, they lose acceptance
 COMPARED = (
     "architecture", "depth", "aux_layers", "fc_norm", "before_residual", "fed_back", "hidden", "mlp", "heads", "kv_heads", "head_dim",
     "qk_norm", "bias", "activation", "eps", "rope", "window", "context", "vocab", "draft_vocab", "dtype",
