@@ -209,14 +209,15 @@ DTYPES = {np.dtype(kind): name for name, kind in NUMPY.items()}
 COPY_BYTES = 16 << 20
 
 
-def write(path: Path, parts: Mapping[str, Part]) -> None:
-    """A safetensors file of these tensors, in order of their names; large ones are copied in pieces. Not atomic."""
+def write(path: Path, parts: Mapping[str, Part], types: Mapping[str, str] | None = None) -> None:
+    """A safetensors file of these tensors, in order of their names; large ones are copied in pieces. types: of values that are bits of
+    a type without numpy's (BF16). Not atomic."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in sorted(parts):
         part = parts[name]
         size = part.nbytes if isinstance(part, np.ndarray) else part.size
-        dtype = DTYPES[part.dtype] if isinstance(part, np.ndarray) else part.dtype
+        dtype = (types or {}).get(name) or (DTYPES[part.dtype] if isinstance(part, np.ndarray) else part.dtype)
         header[name] = {"dtype": dtype, "shape": list(part.shape), "data_offsets": [at, at + size]}
         at += size
     raw = json.dumps(header, separators=(",", ":")).encode()
