@@ -48,7 +48,9 @@ def main() -> None:
             seconds.append(time.perf_counter() - began)
             if done.returncode:
                 raise SystemExit(done.stderr)
-    print(f"{size / 1e9:.2f} GB: {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})")
+    print(
+        f"{size / 1e9:.2f} GB: {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
+    )
     write("check-time", {"bytes": size, "seconds": seconds, "median_s": statistics.median(seconds)})
 
 
@@ -56,7 +58,10 @@ def make(folder: Path) -> int:
     """A healthy folder of that shape; returns the bytes of its weights."""
     rng = np.random.default_rng(0)
     block = rng.integers(0x3C00, 0x3F80, 1 << 20, dtype=np.uint16)  # bfloat16 between 0.0078 and 1
-    raw = {n: (np.resize(block, s) if n not in ("d2t", "t2d") else None, s) for n, s in shapes.of_contract(KIMI).items()}
+    raw = {
+        n: (np.resize(block, s) if n not in ("d2t", "t2d") else None, s)
+        for n, s in shapes.of_contract(KIMI).items()
+    }
     kept = np.arange(KIMI.draft_vocab)
     kept[-1] = KIMI.stop_ids[0]
     marks = np.zeros(KIMI.vocab, np.bool_)
@@ -65,7 +70,9 @@ def make(folder: Path) -> int:
     parts |= {n: v for n, (v, _) in raw.items() if v is not None}
     path = folder / "model.safetensors"
     weights.write(path, parts, {n: "BF16" for n in raw if n not in ("d2t", "t2d")})
-    config = dialects.config_of(contract.card(KIMI), "vllm", {"eos_token_id": KIMI.stop_ids[0]}, KIMI.target_model_type)
+    config = dialects.config_of(
+        contract.card(KIMI), "vllm", {"eos_token_id": KIMI.stop_ids[0]}, KIMI.target_model_type
+    )
     (folder / "config.json").write_text(json.dumps(config))
     KIMI.write(folder / "contract.json")
     return path.stat().st_size

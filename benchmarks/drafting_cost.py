@@ -94,11 +94,13 @@ def measure(resolved: Resolved, trained: RunDir, root: Path) -> dict:
     out = []
     for mine, theirs in zip(cells["untrained"], cells["trained"], strict=True):
         k, c = mine["k"], mine["concurrency"]
-        ratio = mine["C"]["value"] / theirs["C"]["value"]
-        row = {"k": k, "concurrency": c, "C_untrained": mine["C"], "C_trained": theirs["C"], "ratio": ratio}
+        a, b = mine["C_decode"], theirs["C_decode"]
+        ratio = a["value"] / b["value"]
+        row = {"k": k, "concurrency": c, "C_untrained": a, "C_trained": b, "ratio": ratio}
+        row |= {"with_prompts": [mine["C"], theirs["C"]]}
         out.append(row | {"tau_trained": theirs["tau"]["value"]})
         print(
-            f"{k:>3}{c:>6}{mine['C']['value']:>13.2f}{theirs['C']['value']:>12.2f}{ratio:>8.3f}{theirs['tau']['value']:>7.2f}"
+            f"{k:>3}{c:>6}{a['value']:>13.2f}{b['value']:>12.2f}{ratio:>8.3f}{theirs['tau']['value']:>7.2f}"
         )
     about = {"engine": engine, "target": resolved.target.folder.name, "dtype": resolved.dtype}
     return {"rows": out, "settings": options.model_dump(mode="json") | about}

@@ -20,6 +20,7 @@ def test_speed_cost_and_acceptance_of_one_prompt():
     (cell,) = measure.cells(rows, 0.95)
     assert cell["S"] == pytest.approx({"value": 10 / 7.5, "low": 10 / 7.5, "high": 10 / 7.5})
     assert cell["C"]["value"] == pytest.approx(1.5)
+    assert cell["C_decode"]["value"] == pytest.approx(1.5)  # one request at a time: the same
     assert cell["tau"]["value"] == pytest.approx(2.0)
     assert cell["p"] == pytest.approx([0.8, 0.2])
     assert cell["tokens_per_s"] == pytest.approx(10 / 7.5)
@@ -185,3 +186,19 @@ def test_the_verdict_says_what_finetuning_added(parent, said):
         if "finetuning" in r
     ]
     assert said in line
+
+
+def test_a_step_beside_another_request_s_prompt_is_left_out_of_the_cost_of_decoding():
+    """Two requests at once: the second one's prompt is read from 1.0 to 1.5, in the middle of the first one's third step."""
+
+    def one(began, first, gaps):
+        times = tuple(first + sum(gaps[:i]) for i in range(len(gaps) + 1))
+        return measure.Request(
+            0, "p", "d", 0, 3, [1] * len(times), "stop", len(gaps), [], first, sum(gaps), 2, began, times
+        )
+
+    a, b = one(0.0, 0.5, [0.2, 0.2, 0.7, 0.2]), one(1.0, 0.5, [0.2, 0.2])
+    found = measure.undisturbed([a, b])
+    assert found[0] == (pytest.approx(0.6), pytest.approx(3.0))  # of its four steps, all but the third
+    assert found[1] == (pytest.approx(0.4), pytest.approx(2.0))  # its own wait does not count against it
+    assert measure.undisturbed([a])[0] == (pytest.approx(1.3), pytest.approx(4.0))

@@ -64,22 +64,45 @@ def order(ks: Sequence[int], turn: int) -> list[int]:
 
 def _sums(requests: Sequence[Request], prompts: list[str]) -> dict[str, np.ndarray]:
     """Per prompt, summed over rounds: answers, seconds of decoding, of waiting for the first token, decoded tokens, target
-    passes, accepted drafts."""
-    names = ("answers", "seconds", "first", "tokens", "steps", "accepted")
+    passes, accepted drafts; own_s, own_n: seconds and passes beside which no other request's prompt was read."""
+    names = ("answers", "seconds", "first", "tokens", "steps", "accepted", "own_s", "own_n")
     out = {name: np.zeros(len(prompts)) for name in names}
     place = {p: i for i, p in enumerate(prompts)}
-    for r in requests:
-        values = (1, r.decode_s, r.prefill_s, r.decoded, r.steps, sum(r.accepted_at))
+    for r, own in zip(requests, undisturbed(requests), strict=True):
+        values = (1, r.decode_s, r.prefill_s, r.decoded, r.steps, sum(r.accepted_at), *own)
         for name, value in zip(names, values, strict=True):
             out[name][place[r.prompt]] += value
     return out
 
 
+def undisturbed(requests: Sequence[Request]) -> list[tuple[float, float]]:
+    """Of each request, seconds and passes of the gaps between its chunks in which no other request of its round waited for its first
+    token; all of them where the chunks have no times (one request at a time)."""
+    waits: dict[int, np.ndarray] = {}
+    for number in {r.round for r in requests}:
+        waits[number] = np.array(
+            [(r.began_s, r.began_s + r.prefill_s) for r in requests if r.round == number]
+        )
+    out = []
+    for r in requests:
+        if len(r.times) < 2:
+            out.append((r.decode_s, float(r.steps)))
+            continue
+        at = r.began_s + np.array(r.times)
+        begins, ends = waits[r.round].T  # [R]; the request's own wait ends where its first gap begins
+        beside = ((begins < at[1:, None]) & (ends > at[:-1, None] + OWN_S)).any(1)
+        clear = ~beside
+        out.append((float(np.diff(at)[clear].sum()), r.steps * float(clear.mean())))
+    return out
+
+
+OWN_S = 2e-5  # times are rounded to 1e-5 s
 Sums = dict[str, np.ndarray]
 FIGURES: dict[str, Callable[[np.ndarray, Sums, Sums], float]] = {
     "S": lambda w, b, m: _rate(w, m, "tokens", "seconds") / _rate(w, b, "tokens", "seconds"),
     "S_answer": lambda w, b, m: _whole(w, m) / _whole(w, b),
     "C": lambda w, b, m: _rate(w, m, "seconds", "steps") / _rate(w, b, "seconds", "steps"),
+    "C_decode": lambda w, b, m: _rate(w, m, "own_s", "own_n") / _rate(w, b, "own_s", "own_n"),
     "tau": lambda w, b, m: 1 + _rate(w, m, "accepted", "steps"),
     "ttft_s": lambda w, b, m: _rate(w, m, "first", "answers"),
     "tpot_s": lambda w, b, m: _rate(w, m, "seconds", "tokens"),
@@ -106,7 +129,8 @@ def cells(
     """One record per load and k > 0, with bootstrap intervals over prompts.
 
     S = time per token at k = 0 over time per token at k, after the first token; S_answer: the same of whole answers, their
-    wait for the first token included. C = time per target pass at k over that at k = 0. tau and p_i: from the answers, or from
+    wait for the first token included. C = time per target pass at k over that at k = 0; C_decode: of the passes beside which no other
+    request's prompt was read, which is what breaks even (others' prompts fall on fewer passes, the more a drafter gives). tau and p_i: from the answers, or from
     the server's own counters. ttft_s: mean time to the first token; tpot_s: time per output token after it.
     walls: seconds that all rounds of (load, k) took; counted: what the server counted in them.
     A point estimate of S above tau is refused: one pass cannot give more than tau tokens in less than a plain pass's time.
@@ -142,7 +166,12 @@ def _cell(
     def interval(name: str, of: Sums) -> Interval:
         return bootstrap(len(prompts), lambda w: FIGURES[name](w, base, of), confidence)
 
-    figures = {name: interval(name, mine) for name in FIGURES if stepped or name not in ("C", "tau")}
+    known = {
+        "C": stepped,
+        "tau": stepped,
+        "C_decode": stepped and bool((mine["own_n"] > 0).all() and (base["own_n"] > 0).all()),
+    }
+    figures = {name: interval(name, mine) for name in FIGURES if known.get(name, True)}
     p = None
     if stepped:
         p = [float(a / mine["steps"].sum()) for a in np.sum([r.accepted_at for r in both[1]], axis=0)]
@@ -158,6 +187,7 @@ def _cell(
         "k": k,
         "concurrency": load,
         "C": None,
+        "C_decode": None,
         "tau": None,
         **{name: f._asdict() for name, f in figures.items()},
         "baseline": {name: interval(name, base)._asdict() for name in PLAIN},

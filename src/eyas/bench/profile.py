@@ -67,7 +67,12 @@ def run(resolved: Resolved, rundir: RunDir, prompts: Sequence[Any]) -> dict[str,
         "device": resolved.device,
         "prompts": len(rows),
         "costs": [
-            {"k": c["k"], "concurrency": c["concurrency"], "C": c["C"], "tau": c["tau"]["value"]}
+            {
+                "k": c["k"],
+                "concurrency": c["concurrency"],
+                "C": c["C_decode"] or c["C"],
+                "tau": c["tau"]["value"],
+            }
             for c in cells
         ],
     }

@@ -86,7 +86,8 @@ def _checks(made: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
         ),
         (
             "drafter",
-            f"{len(made['check']['findings'])} findings, {'healthy' if made['check']['healthy'] else 'NOT healthy'}",
+            f"{len([f for f in made['check']['findings'] if f['severity'] != 'info']) or 'no'} findings, "
+            f"{'healthy' if made['check']['healthy'] else 'NOT healthy'}",
         ),
     ]
     if "greedy_agreement" in checks:

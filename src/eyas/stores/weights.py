@@ -217,7 +217,9 @@ def write(path: Path, parts: Mapping[str, Part], types: Mapping[str, str] | None
     for name in sorted(parts):
         part = parts[name]
         size = part.nbytes if isinstance(part, np.ndarray) else part.size
-        dtype = (types or {}).get(name) or (DTYPES[part.dtype] if isinstance(part, np.ndarray) else part.dtype)
+        dtype = (types or {}).get(name) or (
+            DTYPES[part.dtype] if isinstance(part, np.ndarray) else part.dtype
+        )
         header[name] = {"dtype": dtype, "shape": list(part.shape), "data_offsets": [at, at + size]}
         at += size
     raw = json.dumps(header, separators=(",", ":")).encode()

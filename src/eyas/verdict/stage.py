@@ -43,7 +43,12 @@ def _foretold(
     """The cost of drafting with the trained drafter beside that which the profile found with an untrained one."""
     before = {(c.concurrency, c.k): c.C for c in profiles.costs(profile)}
     rows = [
-        {"k": c["k"], "concurrency": c["concurrency"], "C": c["C"]["value"], "C_profile": before[at]}
+        {
+            "k": c["k"],
+            "concurrency": c["concurrency"],
+            "C": (c.get("C_decode") or c["C"])["value"],
+            "C_profile": before[at],
+        }
         for c in cells
         if c["C"] and not c["refused"] and (at := (c["concurrency"], c["k"])) in before
     ]
