@@ -364,3 +364,20 @@ def test_checking_a_folder_loads_no_torch(tmp_path):
     code = f"import sys\ntry:\n    exec({code!r})\nexcept SystemExit: pass\nprint(sorted({{'torch', 'transformers', 'pyarrow', 'pydantic'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "version", "bad"),
+    [
+        (["--pipeline-parallel-size", "2"], (0, 25, 1), True),
+        (["--pipeline-parallel-size=4"], (0, 25, 1), True),
+        (["--pipeline-parallel-size", "1"], (0, 25, 1), False),
+        (["--pipeline-parallel-size"], (0, 25, 1), False),
+        (["--pipeline-parallel-size", "2"], (0, 32, 0), False),
+    ],
+)
+def test_pipeline_stages_need_an_embedding_of_the_drafter_s_own(tmp_path, args, version, bad):
+    wanted = engine_rules.Named("vllm", version)
+    for name, expected in (("vllm", bad), ("speculators", False)):  # the latter brings one
+        found, _ = stage.check(foreign(tmp_path / name, name), known_target(tmp_path), wanted, args)
+        assert any(f.rule == "engine-launch" for f in found) is expected

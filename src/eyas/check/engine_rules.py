@@ -3,7 +3,7 @@
 eyas check DIR --target T --engine vllm --engine-version 0.32.0        eyas check DIR --target T
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from eyas.causes import Finding, error, info, unknown
@@ -70,6 +70,20 @@ def findings(f: Facts, engine: Named) -> Iterator[Finding]:
                     f"with the other runner: {x.message}",
                     x.fix,
                 )
+
+
+def launched(f: Facts, engine: Named, args: Sequence[str]) -> Iterator[Finding]:
+    """What the server's own arguments (engine.args) do to this drafter."""
+    stages = [args[i + 1] for i, word in enumerate(args[:-1]) if word in ("--pipeline-parallel-size", "-pp")]
+    stages += [word.partition("=")[2] for word in args if word.startswith("--pipeline-parallel-size=")]
+    split = any(s.isdigit() and int(s) > 1 for s in stages)
+    if split and engine.name == "vllm" and engine.version < (0, 32) and f.card["embedding"].value == "target":
+        yield error(
+            "engine-launch",
+            f"vLLM {shown(engine.version)} does not share the target's embedding across pipeline stages, and the drafter has none of its own: "
+            "it would draft from whatever lies in memory",
+            "serve without --pipeline-parallel-size, or with vLLM 0.32",
+        )
 
 
 def _without(finding: Finding, view: View) -> str:

@@ -3,6 +3,7 @@
 eyas check RECIPE        eyas check DRAFTER_FOLDER --target TARGET_FOLDER [--engine vllm --engine-version 0.32.0] [--fix]
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,10 @@ if TYPE_CHECKING:  # checking a folder needs neither recipes nor torch
 
 def run(resolved: "Resolved", rundir: "RunDir") -> dict[str, Any]:
     """Check the run's best drafter against its target, and for the recipe's engine; returns the manifest."""
-    return rundir.finish("check", look(rundir / "drafter" / "best", resolved.target, _engine(resolved)))
+    args = tuple(resolved.recipe.engine.args)
+    return rundir.finish(
+        "check", look(rundir / "drafter" / "best", resolved.target, _engine(resolved), args=args)
+    )
 
 
 def _engine(resolved: "Resolved") -> Named | None:
@@ -36,15 +40,17 @@ def _engine(resolved: "Resolved") -> Named | None:
 
 
 def check(
-    folder: Path, target: Target | None, engine: Named | None = None
+    folder: Path, target: Target | None, engine: Named | None = None, args: Sequence[str] = ()
 ) -> tuple[list[Finding], Facts | None]:
-    """Every finding of every rule, and what they looked at. A folder that cannot be read is one error."""
+    """Every finding of every rule, and what they looked at. A folder that cannot be read is one error. args: of the server."""
     try:
         seen = facts.gather(folder, target)
     except ContractError as e:
         return [error("read", str(e))], None
     found = [finding for rule in rules.RULES for finding in rule(seen)]
-    return found + (list(engine_rules.findings(seen, engine)) if engine else []), seen
+    if engine:
+        found += [*engine_rules.findings(seen, engine), *engine_rules.launched(seen, engine, args)]
+    return found, seen
 
 
 def look_at_data(folder: Path, target: Target | None) -> dict[str, Any]:
@@ -78,15 +84,19 @@ def _show(findings: list[Finding]) -> None:
 
 
 def look(
-    folder: Path, target: Target | None, engine: Named | None = None, fix: bool = False
+    folder: Path,
+    target: Target | None,
+    engine: Named | None = None,
+    fix: bool = False,
+    args: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Check any drafter folder; prints the findings and returns them. fix: mend first what can be mended for certain."""
-    findings, seen = check(folder, target, engine)
+    findings, seen = check(folder, target, engine, args)
     done = mend.mend(seen) if fix and seen else []
     if done:
         for text in done:
             say(f"  mended: {text}")
-        findings, seen = check(folder, target, engine)
+        findings, seen = check(folder, target, engine, args)
     _show(findings)
     good = healthy(findings)
     if seen is not None and engine is None:
