@@ -97,7 +97,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 1e+0
         (
             "0.18.1",
             {"fc": "chunks", "output": True},
-            "fc_norm.0.weight is not a tensor that it knows; fed to the next draft step hidden, trained with normed; norm of the aux",
+            "fc_norm.0.weight is not a tensor that it knows.*fed to the next draft step hidden, trained with normed; norm of the aux",
         ),
         (
             "0.18.1",
