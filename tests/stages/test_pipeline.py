@@ -55,7 +55,7 @@ def test_hand_overs_carry_their_numbers(finished):
     checks = made["extract"]["checks"]
     assert checks["head_agreement"] == checks["disk_agreement"] == 1.0 and checks["disk_near_ties"] == 0
     assert made["extract"]["checks"]["greedy_agreement"] > 0.98
-    assert made["check"]["healthy"] and made["check"]["findings"] == []
+    assert made["check"]["healthy"] and {f["severity"] for f in made["check"]["findings"]} <= {"info"}
     for cell in made["bench"]["cells"]:
         assert cell["outputs"] == {"equal": 3, "near_tie": 0, "fault": 0}
         assert cell["tau_replayed"] == pytest.approx(cell["tau"]["value"], rel=0.03)

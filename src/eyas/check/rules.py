@@ -70,7 +70,11 @@ def tensors(f: Facts) -> Iterator[Finding]:
                 "train or export again",
             )
     for name, disk in f.names.items():
-        if name not in wanted and name != "embed_tokens.weight" and not disk.startswith(NEVER_SAVED):
+        if (
+            name not in wanted
+            and name not in ("embed_tokens.weight", "d2t", "t2d")
+            and not disk.startswith(NEVER_SAVED)
+        ):
             yield error("tensors", f'tensor "{disk}" is not part of this drafter', "remove it")
 
 
