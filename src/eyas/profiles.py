@@ -1,6 +1,6 @@
 """profile.json: what drafting costs, measured before there is a drafter, and what acceptance would pay for it.
 
-C(k, b): a step that drafts k and verifies, in plain steps, at load b. Tokens a step break even at tau* = C. With the same
+C(k, b): a step that drafts k and verifies, in plain steps, at load b, of the steps beside which no other prompt is read. Tokens a step break even at tau* = C. With the same
 chance a for each further draft, tau = 1 + a + a^2 + … + a^k, so the a that breaks even follows from C; a_1, the first draft's,
 must be at least that, since later drafts are not accepted more often.
 """
@@ -12,6 +12,7 @@ from eyas.recipe import Resolved
 from eyas.rundir import RunDir, fingerprint, read_json
 
 FILE = "profile.json"
+FIGURE = "C_decode"  # of bench/measure.py: a profile of another figure is measured again
 CHANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -27,7 +28,15 @@ def key(resolved: Resolved) -> str:
     engine = recipe.engine.model_dump(mode="json", exclude={"url", "python"})
     shape = {"draft_vocab": recipe.train.draft_vocab, "norms": recipe.train.norms.model_dump(mode="json")}
     return fingerprint(
-        [resolved.target.fingerprint, resolved.dtype, resolved.device, engine, shape, resolved.aux_layers]
+        [
+            FIGURE,
+            resolved.target.fingerprint,
+            resolved.dtype,
+            resolved.device,
+            engine,
+            shape,
+            resolved.aux_layers,
+        ]
     )
 
 

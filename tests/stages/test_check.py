@@ -381,3 +381,14 @@ def test_pipeline_stages_need_an_embedding_of_the_drafter_s_own(tmp_path, args, 
     for name, expected in (("vllm", bad), ("speculators", False)):  # the latter brings one
         found, _ = stage.check(foreign(tmp_path / name, name), known_target(tmp_path), wanted, args)
         assert any(f.rule == "engine-launch" for f in found) is expected
+
+
+def test_fix_keeps_the_link_of_a_download_cache_and_the_file_that_it_names(tmp_path):
+    folder = foreign(tmp_path / "d", "vllm", change_tensors=lambda t: t.pop("d2t"))
+    blob = tmp_path / "blob"
+    (folder / "model.safetensors").rename(blob)
+    (folder / "model.safetensors").symlink_to(blob)
+    before = blob.read_bytes()
+    assert len(stage.look(folder, known_target(tmp_path), fix=True)["mended"]) == 1
+    assert blob.read_bytes() == before and not (folder / "model.safetensors").is_symlink()
+    assert (folder / f"model.safetensors{mend.BEFORE}").read_bytes() == before

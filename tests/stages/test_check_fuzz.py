@@ -32,7 +32,7 @@ def mutated(rng, value, depth=0):
 def everything(folder, seen):
     """All that looks at a folder; EyasError is an answer too."""
     for given in (None, seen):
-        stage.look(folder, given)
+        assert all(f["message"] for f in stage.look(folder, given)["findings"])
         for loader in (vllm_loader, sglang_loader):
             for version in (*loader.READ, (0, 24, 0), (9,)):
                 name = "vllm" if loader is vllm_loader else "sglang"
@@ -64,7 +64,9 @@ def test_strange_bytes(tmp_path, seed):
     for _ in range(rng.randint(1, 40)):
         raw[rng.randrange(min(len(raw), 3000))] = rng.randrange(256)
     path.write_bytes(bytes(raw[: rng.choice([len(raw), len(raw) // 2, 100, 8, 3])]))
+    before = sorted(p.name for p in tmp_path.iterdir())
     everything(folder, target(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -1,6 +1,7 @@
 """What there is to know of a drafter's folder before any rule looks at it: config, tensors, the card, eyas's own contract, the target.
 
-Torch is not imported, no tensor but the few small ones is read, and nothing outside the folder is opened.
+Torch is not imported, no tensor but the few small ones is read, and no file is opened that the folder does not list itself (links, as a
+download cache makes them, are followed).
 """
 
 from dataclasses import dataclass

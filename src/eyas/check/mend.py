@@ -71,7 +71,11 @@ def _map(f: Facts) -> list[str]:
 def _keep(path: Path) -> None:
     """The first state of a file, under another name."""
     kept = path.with_name(path.name + BEFORE)
-    if not kept.exists():
+    if kept.exists() or kept.is_symlink():
+        return
+    if path.is_symlink():  # as a download cache has it: the file that it names stays where it is
+        kept.symlink_to(os.readlink(path))
+    else:
         os.link(path, kept)
 
 
