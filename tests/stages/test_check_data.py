@@ -95,6 +95,8 @@ def test_unfinished_and_broken_files_are_found(run, target):
     (run / "states" / "manifest.json").unlink()
     assert ("error", "data-files") in [f[:2] for f in found(run / "conversations", target)]
     assert ("error", "data-files") in [f[:2] for f in found(run / "states", target)]
+    rewrite(run / "conversations", lambda rows: [])
+    assert any("holds no row" in m for _, _, m in found(run / "conversations", target))
     conversations.parts(run / "conversations")[0].write_bytes(b"PAR1")
     assert [f[:2] for f in found(run / "conversations", target)] == [("error", "data-files")]
 

@@ -45,6 +45,8 @@ def of_conversations(folder: Path, target: Target | None) -> Iterator[Finding]:
         yield error("data-files", str(e), AGAIN)
         return
     yield from _manifest(folder, AGAIN)
+    if not rows:
+        yield error("data-files", f"{folder} holds no row", AGAIN)
     yield from _masks(folder, rows)
     yield from _ends(folder, rows, target)
     yield from _doubles(folder, rows)
