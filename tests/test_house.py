@@ -26,7 +26,7 @@ LAYERS = [
     {"servers"},
     {"fetch", *STAGES},
     {"pipeline", "convert"},
-    {"upkeep"},
+    {"outside", "upkeep"},
     {"cli"},
     {"__main__"},
 ]

@@ -34,6 +34,12 @@ GOOD = "name: a\ntarget: {model: m}\n"
         (GOOD + "engine: {name: trt}\n", "Input should be 'hf' or 'vllm'"),
         ("name: ../../etc\ntarget: {model: m}\n", '"name"'),
         (GOOD + "extract: {with: generate}\n", "extract.with"),
+        (
+            GOOD + "engine: {name: vllm, args: [--speculative_config, '{}']}\n",
+            "draft_tensor_parallel_size in it does nothing",
+        ),
+        (GOOD + "engine: {name: vllm, args: [--speculative-config.model=x]}\n", "is set by eyas itself"),
+        (GOOD + "engine: {name: vllm, args: [--port=80]}\n", "eyas serve --port"),
     ],
 )
 def test_a_bad_recipe_is_refused_saying_what_is_wrong(tmp_path, text, said):

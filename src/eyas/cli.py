@@ -96,10 +96,10 @@ for _name in STAGE_HELP:
 )
 def plan(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool, profile: bool) -> None:
     """What a run will cost: tokens, disk, memory, time; and what acceptance would pay for drafting."""
-    from eyas import pipeline
+    from eyas import outside, pipeline
 
     if profile:
-        emit(pipeline.profile(recipe, sets, folder), as_json)
+        emit(outside.profile(recipe, sets, folder), as_json)
     else:
         emit(pipeline.run_one("plan", recipe, sets, folder), as_json)
 
@@ -200,10 +200,10 @@ def bench(
     as_json: bool,
 ) -> None:
     """Baseline against drafter, paired, with intervals: in a run's engine, or on running servers (--url)."""
-    from eyas import pipeline
+    from eyas import outside, pipeline
 
     if url:
-        emit(pipeline.bench_url(url, baseline, recipe, sets, folder), as_json)
+        emit(outside.bench_url(url, baseline, recipe, sets, folder), as_json)
     elif recipe and not baseline:
         emit(pipeline.run_one("bench", recipe, sets, folder), as_json)
     else:
@@ -214,10 +214,10 @@ def bench(
 @common
 def verdict(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool) -> None:
     """Ship it or not, at which loads and k, and why; of a run, or of a bench.json. Exit 1 when the verdict is no."""
-    from eyas import pipeline
+    from eyas import outside, pipeline
 
     if Path(recipe).is_file() and Path(recipe).suffix == ".json":
-        result = pipeline.judge_file(Path(recipe), sets)
+        result = outside.judge_file(Path(recipe), sets)
     else:
         result = pipeline.run_one("verdict", recipe, sets, folder)
     emit(result, as_json)

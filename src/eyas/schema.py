@@ -60,6 +60,12 @@ class TargetSection(Section):
 
 
 Word = Annotated[str, Field(coerce_numbers_to_str=True)]  # KEY: 1 in YAML means "1"
+OURS = {  # arguments of a server that eyas sets itself, and where to say it instead
+    "--speculative-config": "bench.k and train set it; draft_tensor_parallel_size in it does nothing to an EAGLE drafter in vLLM 0.18 to 0.32",
+    "--model": "target.model", "--dtype": "target.dtype", "--host": "eyas listens on loopback", "--port": "eyas serve --port",
+    "--served-model-name": "name", "--disable-log-stats": "it takes away the counters that bench reads",
+}  # fmt: skip
+OURS |= dict.fromkeys(("-sc", "--spec-method", "--spec-model", "--spec-tokens"), OURS["--speculative-config"])
 
 
 class EngineSection(Section):
@@ -79,6 +85,16 @@ class EngineSection(Section):
         pattern=r"^https?://[^/\s]+/?$",
     )
     command: list[str] = key([], "put before the server's command line, as a container runtime's is", "words")
+
+    @field_validator("args")
+    @classmethod
+    def not_ours(cls, args: list[str]) -> list[str]:
+        for word in args:
+            name = word.partition("=")[0].partition(".")[0]
+            name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+            if name in OURS:
+                raise ValueError(f"{word} is set by eyas itself ({OURS[name]})")
+        return args
 
 
 class PromptSource(Section):

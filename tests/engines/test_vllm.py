@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from eyas import pipeline
+from eyas import outside, pipeline
 from eyas.drafter import decode
 from eyas.engines import vllm
 from eyas.engines.hf import HFEngine
@@ -140,7 +140,7 @@ def test_generate_asks_a_running_server_and_keeps_its_ids(run, plain, tmp_path):
 
 def test_the_two_are_measured_under_load(served, plain, tmp_path):
     sets = ("bench.limit=4", "bench.max_tokens=32", "bench.rounds=1", "bench.concurrency=[1, 4]")
-    body = pipeline.bench_url(served.url, plain.url, None, sets, str(tmp_path / "b"))
+    body = outside.bench_url(served.url, plain.url, None, sets, str(tmp_path / "b"))
     assert [(c["concurrency"], c["k"]) for c in body["cells"]] == [(1, 3), (4, 3)]
     for cell in body["cells"]:
         assert cell["tau_from"] == "counters"  # speeds are not looked at: others may use the machine

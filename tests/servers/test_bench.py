@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from eyas import pipeline
+from eyas import outside, pipeline
 from eyas.bench import load, measure
 from eyas.bench.load import Ask, Load, Place
 from eyas.cli import eyas
@@ -24,7 +24,7 @@ def place(url, k):
 
 
 def bench(url, baseline, folder, *sets):
-    return pipeline.bench_url(url, baseline, None, (*QUICK, *sets), str(folder))
+    return outside.bench_url(url, baseline, None, (*QUICK, *sets), str(folder))
 
 
 def test_the_stream_says_the_same_of_steps_as_the_counters(running):
@@ -70,14 +70,14 @@ def test_without_a_folder_an_unfinished_measurement_goes_on_and_a_finished_one_i
 ):
     monkeypatch.chdir(tmp_path)
     url, baseline = running(k=2), running()
-    pipeline.bench_url(url, baseline, None, QUICK, None)
+    outside.bench_url(url, baseline, None, QUICK, None)
     (first,) = (tmp_path / "runs").iterdir()
     (first / "bench.json").unlink()
     kept = (first / "bench" / "k2-c1-round-000.json").read_bytes()
-    pipeline.bench_url(url, baseline, None, QUICK, None)
+    outside.bench_url(url, baseline, None, QUICK, None)
     assert list((tmp_path / "runs").iterdir()) == [first]
     assert (first / "bench" / "k2-c1-round-000.json").read_bytes() == kept
-    pipeline.bench_url(url, baseline, None, (*QUICK, "bench.max_tokens=6"), None)
+    outside.bench_url(url, baseline, None, (*QUICK, "bench.max_tokens=6"), None)
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 

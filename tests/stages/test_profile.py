@@ -6,7 +6,7 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
-from eyas import pipeline, profiles
+from eyas import outside, pipeline, profiles
 from eyas.bench import profile as profiling
 from eyas.cli import eyas
 from eyas.errors import UsageError
@@ -70,7 +70,7 @@ def test_what_another_engine_costs_is_measured_anew_and_not_compared(finished, t
     (rundir / profiles.FILE).write_text(json.dumps(found))
     verdict = pipeline.run_one("verdict", str(finished[0]), (), str(tmp_path / "run"))
     assert "profile" not in verdict
-    made = pipeline.profile(str(finished[0]), (), str(tmp_path / "run"))["profile"]
+    made = outside.profile(str(finished[0]), (), str(tmp_path / "run"))["profile"]
     assert made["engine"] == "hf"
 
 

@@ -1,0 +1,122 @@
+"""Measurements outside of a run's life: running servers, what drafting will cost, a verdict on anybody's bench.json.
+
+eyas bench --url U --baseline U        eyas plan RECIPE --profile        eyas verdict BENCH.json
+"""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+from eyas import interrupt, profiles, recipe
+from eyas.errors import UsageError
+from eyas.pipeline import open_run, run_one, surroundings
+from eyas.progress import say
+from eyas.recipe import Recipe
+from eyas.rundir import RunDir, read_json, write_json
+
+
+def profile(word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, Any]:
+    """The plan, and what drafting will cost, measured with an untrained drafter; profile.json under "profile"."""
+    from eyas.bench import profile as profiling
+    from eyas.generate import prompts
+
+    plan = run_one("plan", word, sets, folder)
+    resolved, rundir, _ = open_run(word, sets, folder)
+    if not resolved.target.files:
+        raise UsageError(
+            f"plan --profile: {resolved.target.folder} is not on this machine, and it must be served to be measured."
+        )
+    with rundir.lock(), interrupt.patient(), surroundings("plan"):
+        say("profile: the target plain, and with an untrained drafter of the recipe's shape")
+        found = profiling.run(resolved, rundir, prompts.read(resolved.recipe.prompts)[0])
+        for line in profiles.lines(found):
+            say(f"  {line}")
+    return plan | {"profile": found}
+
+
+def _served_recipe(word: str | None, sets: tuple[str, ...]) -> Recipe:
+    """The recipe whose bench, prompts and verdict sections a measurement of running servers takes; defaults without one."""
+    if word:
+        return recipe.read(recipe.find(word), (*sets, "engine.name=vllm"))[0]
+    default = {
+        "name": "bench",
+        "target": {"model": "none"},
+        "engine": {"name": "vllm"},
+        "bench": {"limit": 24},
+    }
+    return recipe.build(default, "--set", sets)[0]
+
+
+def bench_url(
+    url: str, baseline: str | None, word: str | None, sets: tuple[str, ...], folder: str | None
+) -> dict[str, Any]:
+    """Measure servers that run already; leaves bench.json and its rows in a folder of its own."""
+    from eyas.bench import remote
+    from eyas.generate import prompts
+    from eyas.stores import conversations
+
+    for name, value in (("--url", url), ("--baseline", baseline)):
+        if value and not value.startswith(("http://", "https://")):
+            raise UsageError(f"{name} {value}: write it as http://host:port")
+    options = _served_recipe(word, sets)
+    known = [
+        p for p in prompts.read(options.prompts)[0] if p.held_out
+    ]  # the other side may have taught the drafter
+    if not known:
+        raise UsageError(
+            "bench: the recipe's prompts are all to be written by the target; give a file of prompts"
+        )
+    wanted = {
+        "servers": [url, baseline],
+        **options.model_dump(mode="json", include={"bench", "prompts", "generate"}),
+    }
+    rundir = _bench_folder(folder, url, wanted)
+    with rundir.lock(), interrupt.patient(), surroundings("bench"):
+        write_json(rundir / "servers.json", wanted)
+        chosen = conversations.spread(known, options.bench.limit, lambda p: p.domain)
+        return remote.run(url, baseline, chosen, options, rundir)
+
+
+def _bench_folder(folder: str | None, url: str, wanted: dict[str, Any]) -> RunDir:
+    """The named folder, or the first runs/bench-HOST-PORT-N that holds nothing, or the same measurement unfinished.
+
+    Raises UsageError where the named one holds a run, or a measurement of something else.
+    """
+    if folder and (Path(folder) / "recipe.yaml").is_file():
+        raise UsageError(
+            f"{folder} is a run's folder; give a measurement of running servers one of its own with --run."
+        )
+    for number in itertools.count(1):
+        root = (
+            Path(folder) if folder else Path("runs") / f"bench-{re.sub(r'[^0-9A-Za-z.]+', '-', url)}-{number}"
+        )
+        path = root / "servers.json"
+        same = path.is_file() and read_json(path) == wanted
+        if (
+            not root.exists()
+            or not (path.is_file() or folder is None)
+            or (same and (folder or not (root / "bench.json").is_file()))
+        ):
+            return RunDir(root)
+        if folder:
+            raise UsageError(
+                f"{folder} holds a measurement of other servers or with other settings; choose another folder with --run."
+            )
+    raise AssertionError("unreachable")
+
+
+def judge_file(path: Path, sets: tuple[str, ...]) -> dict[str, Any]:
+    """The verdict on a bench.json, whoever measured it; written beside it."""
+    from eyas.verdict import stage
+
+    bench = read_json(path)
+    if (
+        not isinstance(bench, dict)
+        or not {"cells", "engine", "concurrency", "dtype", "device"} <= bench.keys()
+    ):
+        raise UsageError(f"{path} is not a bench.json of eyas")
+    body = stage.decide(bench, _served_recipe(None, sets).verdict, None)
+    stage.show(body)
+    write_json(path.with_name("verdict.json"), body)
+    return body
