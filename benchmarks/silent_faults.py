@@ -80,7 +80,8 @@ def main() -> None:
         Ask(r.row_id, r.domain, r.prompt_ids, None)
         for r in conversations.spread(rows, a.limit, lambda r: r.domain)
     ]
-    version = vllm.find(resolved.recipe.engine.python, resolved.recipe.engine.command).version
+    engine = vllm.find(resolved.recipe.engine.python, resolved.recipe.engine.command)
+    version = engine.version
     out = []
     with tempfile.TemporaryDirectory() as folder:
         for variant in VARIANTS:
@@ -90,7 +91,7 @@ def main() -> None:
                 out.append(
                     {
                         "variant": variant.name,
-                        **checked(place, resolved, version),
+                        **checked(place, resolved, engine),
                         **served(place, resolved, asks, a),
                     }
                 )
@@ -124,12 +125,13 @@ def make(variant: Variant, source: Path, place: RunDir, resolved: Resolved) -> N
         (best / "new").rename(best / "model.safetensors")
 
 
-def checked(place: RunDir, resolved: Resolved, version: str) -> dict:
+def checked(place: RunDir, resolved: Resolved, engine: vllm.Installed) -> dict:
     """What eyas check says of the folder without its contract, as it would come from somebody else."""
     alone = place / "alone"
     shutil.copytree(place / "drafter" / "best", alone)
     (alone / "contract.json").unlink()
-    found, _ = stage.check(alone, resolved.target, engine_rules.named("vllm", version))
+    asked = engine_rules.named("vllm", engine.version)._replace(device=engine.device)
+    found, _ = stage.check(alone, resolved.target, asked)
     bad = [f for f in found if f.severity != "info"]
     counts = {s: sum(f.severity == s for f in bad) for s in ("error", "warning", "unknown")}
     said = ", ".join(f"{n} {s}" for s, n in counts.items() if n) or "nothing"

@@ -60,9 +60,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_target(
-    folder: Path, layers: int = 2, vocab: int = 260, seed: int = 0, sharpness: float = 6.0, **extra
+    folder: Path,
+    layers: int = 2,
+    vocab: int = 260,
+    seed: int = 0,
+    sharpness: float = 6.0,
+    grows: float = 1.0,
+    **extra,
 ) -> Path:
-    """A random target whose distributions are peaked enough for greedy chains to be stable."""
+    """A random target whose distributions are peaked enough for greedy chains to be stable. grows: what layers add, layer by layer."""
     torch.manual_seed(seed)
     settings = {
         "vocab_size": vocab, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers,
@@ -74,6 +80,8 @@ def save_target(
         for name, p in model.named_parameters():
             if p.dim() == 2:
                 p.copy_(torch.randn(p.shape) * (0.15 if "lm_head" not in name else 0.15 * sharpness))
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    p.mul_(grows ** int(name.split(".")[2]))
             else:
                 p.copy_(1 + 0.1 * torch.randn(p.shape))
     model.save_pretrained(folder)

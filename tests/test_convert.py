@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eyas.check import facts, stage
+from eyas.check import stage
 from eyas.contract import FIELDS, Norms, for_target
 from eyas.convert import convert
-from eyas.drafter import disk
+from eyas.drafter import disk, facts
 from eyas.drafter.network import Drafter
 from eyas.errors import ContractError, UsageError
 from tests.drafter.folders import CONFIGS, IDS, KEPT, foreign, target

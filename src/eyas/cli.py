@@ -110,6 +110,14 @@ def plan(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool, 
 @click.option("--engine", metavar="E", help="The engine that will load a drafter folder: vllm or sglang.")
 @click.option("--engine-version", metavar="V", help="Its version (default: the newest that was read).")
 @click.option("--fix", is_flag=True, help="Mend what can be mended for certain; what was there is kept.")
+@click.option(
+    "--probe",
+    is_flag=True,
+    help="Replay answers of the target under every reading: what were the weights trained for?",
+)
+@click.option(
+    "--on", metavar="DIR", help="Conversations or states to probe on (default: answers written now)."
+)
 def check(
     recipe: str,
     sets: tuple[str, ...],
@@ -119,6 +127,8 @@ def check(
     engine: str | None,
     engine_version: str | None,
     fix: bool,
+    probe: bool,
+    on: str | None,
 ) -> None:
     """Would what was trained load and run? RECIPE, RUN, anybody's drafter folder, conversations or states. Exit 1 on an error or unknown."""
     if (Path(recipe) / "config.json").is_file():
@@ -127,23 +137,33 @@ def check(
 
         if engine_version and not engine:
             raise click.UsageError("--engine-version needs --engine")
+        if (probe and not target) or (on and not probe):
+            raise click.UsageError("--probe needs --target, whose answers are replayed; --on needs --probe")
         wanted = engine_rules.named(engine, engine_version) if engine else None
-        result = stage.look(Path(recipe), targets.load(target) if target else None, wanted, fix)
+        facts = targets.load(target) if target else None
+        result = stage.look(Path(recipe), facts, wanted, fix)
+        if probe and facts:
+            from eyas import outside
+
+            result = outside.with_probe(result, *outside.probe(Path(recipe), facts, Path(on) if on else None))
     elif is_data(Path(recipe)):
         from eyas import target as targets
         from eyas.check import stage
 
-        if engine or engine_version or fix:
-            raise click.UsageError("--engine and --fix are for a drafter folder")
+        if engine or engine_version or fix or probe or on:
+            raise click.UsageError("--engine, --fix and --probe are for a drafter folder")
         result = stage.look_at_data(Path(recipe), targets.load(target) if target else None)
-    elif target or engine or engine_version or fix:
+    elif target or engine or engine_version or fix or on:
         raise click.UsageError(
-            f"--target, --engine and --fix are for a drafter folder, and {recipe} is none (no config.json in it)"
+            f"--target, --engine, --fix and --on are for a drafter folder, and {recipe} is none (no config.json in it)"
         )
     else:
-        from eyas import pipeline
+        from eyas import outside, pipeline
 
-        result = pipeline.run_one("check", recipe, sets, folder)
+        if probe:
+            result = outside.probe_run(recipe, sets, folder)
+        else:
+            result = pipeline.run_one("check", recipe, sets, folder)
     emit(result, as_json)
     sys.exit(0 if result["healthy"] else 1)
 
@@ -388,11 +408,11 @@ def recipe() -> None:
 @common
 def show(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool) -> None:
     """Every key with its value, unit, source and reason."""
-    from eyas import pipeline
     from eyas import recipe as recipes
+    from eyas import warm
 
     read, values = recipes.read(recipes.find(recipe), sets)
-    pipeline.inherit(read, values)
+    warm.settle(read, values, None)
     emit({k: v._asdict() for k, v in values.items()}, as_json)
     if not as_json:
         units = recipes.units()

@@ -5,7 +5,8 @@ follows from something, and what is unknown, which is never guessed (drafter/dis
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +51,12 @@ class Contract:
     architecture: str = "eagle3-llama"
     embedding: str = "target"  # shared with the target, not stored
     head: str = "own"
+    rope_scaling: dict[str, Any] | None = None  # rope_type and its parameters, as in config.json
+    rope_partial: float = 1.0  # the share of a head that is rotated
+
+    @property
+    def rope(self) -> "Rope":
+        return Rope(self.rope_theta, scaling_of(self.rope_scaling or {}), self.rope_partial)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -112,6 +119,26 @@ class Rope(NamedTuple):
         said = [f"theta {self.theta:g}", *(f"{name} {value}" for name, value in self.scaling)]
         return ", ".join(said + ([f"{self.partial:.0%} of a head"] if self.partial != 1 else []))
 
+    def scaling_dict(self) -> dict[str, Any]:
+        """The scaling as a config.json has it; empty where there is none."""
+        return {
+            ("rope_type" if k == "kind" else k): (list(x) if isinstance(x, tuple) else x)
+            for k, x in self.scaling
+        }
+
+
+SCALINGS = ("linear", "llama3", "yarn")  # whose frequencies do not depend on the length of a request
+NOT_SCALING = {"rope_theta", "type", "rope_type", "partial_rotary_factor"}
+
+
+def scaling_of(d: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Rope.scaling of a config's rope_scaling or rope_parameters."""
+    kind = d.get("rope_type", d.get("type", "default"))
+    if kind in ("default", None):
+        return ()
+    rest = sorted((str(k), v) for k, v in d.items() if k not in NOT_SCALING)
+    return (("kind", str(kind)), *((k, tuple(v) if isinstance(v, list) else v) for k, v in rest))
+
 
 def card(c: Contract) -> Card:
     """The card of a contract: all of it is stated."""
@@ -120,7 +147,7 @@ def card(c: Contract) -> Card:
         "aux_layers": c.aux_layers, "fc_norm": c.norms.fc, "before_residual": c.norms.before_residual,
         "fed_back": "normed" if c.norms.output else "hidden", "hidden": c.hidden, "target_hidden": c.hidden, "mlp": c.mlp,
         "heads": c.heads, "kv_heads": c.kv_heads, "head_dim": c.head_dim, "qk_norm": False, "bias": False, "activation": "silu",
-        "eps": c.eps, "rope": Rope(c.rope_theta), "window": None, "context": c.context, "trained_length": c.trained_length,
+        "eps": c.eps, "rope": c.rope, "window": None, "context": c.context, "trained_length": c.trained_length,
         "vocab": c.vocab, "draft_vocab": c.draft_vocab, "map": "offsets" if c.draft_vocab < c.vocab else "all",
         "head": c.head, "embedding": c.embedding, "dtype": c.dtype, "quantisation": None,
     }  # fmt: skip
@@ -154,6 +181,23 @@ def for_target(
     )
 
 
+def renewed(
+    c: Contract,
+    target: Target,
+    aux_layers: list[int],
+    norms: Norms,
+    draft_vocab: int,
+    ttt_steps: int,
+    trained_length: int,
+) -> Contract:
+    """The contract of a drafter that was trained on, for this target: its shape and rope are kept."""
+    return replace(
+        c, target_model_type=target.model_type, target_fingerprint=target.fingerprint, target_identity=target.identity,
+        target_layers=target.layers, stop_ids=target.stop_ids, aux_layers=tuple(aux_layers), norms=norms, draft_vocab=draft_vocab,
+        trained_length=max(c.trained_length, trained_length), ttt_steps=max(c.ttt_steps, ttt_steps),
+    )  # fmt: skip
+
+
 def misfits(c: Contract, target: Target) -> list[tuple[str, Any, Any]]:
     """What a drafter of this contract and a target must share and do not: name, the drafter's, the target's."""
     pairs = (
@@ -161,7 +205,6 @@ def misfits(c: Contract, target: Target) -> list[tuple[str, Any, Any]]:
         ("vocabulary", c.vocab, target.vocab),
         ("number of layers", c.target_layers, target.layers),
         ("stop ids", c.stop_ids, target.stop_ids),
-        ("rope theta", c.rope_theta, target.rope_theta),
     )
     return [pair for pair in pairs if pair[1] != pair[2]]
 
@@ -172,6 +215,10 @@ def _wrong(c: Contract) -> str | None:
     for holder in (c, c.norms):
         for about in fields(holder):
             value = getattr(holder, about.name)
+            if about.name == "rope_scaling":
+                if value is not None and not isinstance(value, dict):
+                    return f"rope_scaling is {value!r:.60}"
+                continue
             if about.type == tuple[int, ...] or str(about.type).startswith("tuple"):
                 good = all(type(x) is int for x in value)
             else:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from eyas.causes import Finding
-from eyas.check import engine_rules, facts, rules
-from eyas.check.facts import Facts
-from eyas.drafter import dialects
+from eyas.check import engine_rules, rules
+from eyas.drafter import dialects, facts
+from eyas.drafter.facts import Facts
 from eyas.errors import ContractError, UsageError
 from eyas.progress import say
 from eyas.stores import weights

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from eyas import interrupt, profiles, recipe
+from eyas.causes import Finding, healthy
 from eyas.errors import UsageError
 from eyas.pipeline import open_run, run_one, surroundings
 from eyas.progress import say
 from eyas.recipe import Recipe
 from eyas.rundir import RunDir, read_json, write_json
+from eyas.schema import PromptsSection
+from eyas.target import Target
 
 
 def profile(word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, Any]:
@@ -33,6 +36,53 @@ def profile(word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, A
         for line in profiles.lines(found):
             say(f"  {line}")
     return plan | {"profile": found}
+
+
+def probe(
+    folder: Path, target: Target, on: Path | None, dtype: str = "auto", remote_code: bool = False
+) -> tuple[list[Finding], dict[str, Any]]:
+    """What the weights in a drafter's folder were trained for, by check/probing.py; with prompts that ship with eyas, of which our own
+    drafters never learn, where `on` gives no answers of the target."""
+    from eyas.check import probing
+    from eyas.generate import prompts
+    from eyas.stores import conversations
+
+    def given() -> list[probing.Prompt]:
+        known = [p for p in prompts.read(PromptsSection())[0] if p.held_out]
+        chosen = conversations.spread(known, probing.CONVERSATIONS, lambda p: p.domain)
+        return [
+            probing.Prompt(p.prompt_id, [*_system(p.system), {"role": "user", "content": p.turns[0]}])
+            for p in chosen
+        ]
+
+    return probing.look(folder, target, on, given, probing.Place(dtype, remote_code))
+
+
+def _system(text: str | None) -> list[dict[str, str]]:
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
+def probe_run(word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, Any]:
+    """check of a run, and the probe of its drafter on its held-out conversations; leaves probe.json beside check.json."""
+    made = run_one("check", word, sets, folder)
+    resolved, rundir, _ = open_run(word, sets, folder)
+    with rundir.lock(), interrupt.patient(), surroundings("check"):
+        on, code = rundir / "conversations", resolved.recipe.target.trust_remote_code
+        found, body = probe(rundir / "drafter" / "best", resolved.target, on, resolved.dtype, code)
+        write_json(rundir / "probe.json", body)
+    return with_probe(made, found, body)
+
+
+def with_probe(made: dict[str, Any], found: list[Finding], body: dict[str, Any]) -> dict[str, Any]:
+    """A check's result with what the probe adds; prints its findings."""
+    from eyas.check.stage import show
+
+    show(found)
+    return made | {
+        "findings": [*made["findings"], *(f.as_json() for f in found)],
+        "healthy": made["healthy"] and healthy(found),
+        "probe": body,
+    }
 
 
 def _served_recipe(word: str | None, sets: tuple[str, ...]) -> Recipe:

@@ -12,19 +12,17 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from eyas import __version__, contract, interrupt, profiles, recipe, target
+from eyas import __version__, interrupt, profiles, recipe, target, warm
 from eyas.errors import RecipeError, SurroundingsError, UsageError
 from eyas.progress import duration, say
 from eyas.recipe import Recipe, Resolved, Value
 from eyas.rundir import RunDir, file_hash, fingerprint, read_json, write_json, write_text
-from eyas.target import Target
 
 
 class Stage(NamedTuple):
@@ -79,13 +77,12 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
     """Derive what the recipe left `auto`, each with a reason that is printed and recorded."""
     from eyas.engines import hf
 
-    read = inherit(read, values)
     sizes, folder = read.target.facts, Path(read.target.model)
     if sizes and not folder.is_dir():
         facts = target.from_facts(folder, sizes.model_dump())
     else:
         facts = target.load(folder)
-    _refuse_misfit(read, facts)
+    read = warm.settle(read, values, facts)
     device = hf.choose_device()
     dtype = hf.choose_dtype(read.target.dtype, device.value)
     if read.target.aux_layers == "auto":
@@ -106,40 +103,17 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
     return Resolved(read, facts, device.value, dtype.value, layers.value)
 
 
-def inherit(read: Recipe, values: dict[str, Value]) -> Recipe:
-    """The recipe with what a warm start keeps of its parent. Raises RecipeError where the recipe asks for something else."""
-    word = read.train.init_from
+def _refuse_broken_parent(resolved: Resolved) -> None:
+    """Raises RecipeError, before anything costs time, with every error that eyas check finds in the parent."""
+    word = resolved.recipe.train.init_from
     if word is None:
-        return read
-    c = contract.read(recipe.find_drafter(word) / "contract.json")
-    kept = {
-        "target.aux_layers": list(c.aux_layers),
-        "train.draft_vocab": c.draft_vocab,
-        **{f"train.norms.{name}": value for name, value in asdict(c.norms).items()},
-    }
-    for key, theirs in kept.items():
-        mine = values[key]
-        if mine.source != "default" and mine.value not in ("auto", theirs):
-            raise RecipeError(
-                f'"{key}" is {mine.value}, and the drafter to start from ({word}) has {theirs}, which a warm start keeps. '
-                "Leave the key out, or set train.init_from to null."
-            )
-        values[key] = Value(theirs, "derived", f"kept from {word}, from which training starts")
-    norms = read.train.norms.model_copy(update=asdict(c.norms))
-    train = read.train.model_copy(update={"draft_vocab": c.draft_vocab, "norms": norms})
-    layers = read.target.model_copy(update={"aux_layers": list(c.aux_layers)})
-    return read.model_copy(update={"train": train, "target": layers})
+        return
+    from eyas.check import stage
 
-
-def _refuse_misfit(read: Recipe, facts: Target) -> None:
-    """Raises RecipeError, before anything costs time, where a parent cannot belong to the target."""
-    if read.train.init_from:
-        c = contract.read(recipe.find_drafter(read.train.init_from) / "contract.json")
-        for name, theirs, ours in contract.misfits(c, facts):
-            raise RecipeError(
-                f'"train.init_from": {name}: the drafter {read.train.init_from} expects {theirs}, {facts.folder} has {ours}. '
-                "It was raised for another target; start from nothing (train.init_from: null) or from another drafter."
-            )
+    found, _ = stage.check(recipe.find_drafter(word), resolved.target)
+    bad = [f"[{f.rule}] {f.message}" for f in found if f.severity == "error"]
+    if bad:
+        raise RecipeError(f'"train.init_from": {word}: {"; ".join(bad[:6])}. eyas check {word} says more.')
 
 
 def introduce(resolved: Resolved, rundir: RunDir) -> None:
@@ -154,6 +128,7 @@ def introduce(resolved: Resolved, rundir: RunDir) -> None:
 def prepare(resolved: Resolved, rundir: RunDir, values: dict[str, Value]) -> None:
     """Write recipe.yaml, resolved.json and the head of run.json; print the derived values."""
     introduce(resolved, rundir)
+    _refuse_broken_parent(resolved)
     for key in ("device", "target.dtype", "target.aux_layers"):
         say(f"{key.rpartition('.')[2]:<9} {values[key].value}: {values[key].reason}")
     given = resolved.recipe.model_dump(mode="json", by_alias=True)
@@ -217,7 +192,7 @@ def inputs_of(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any
         out["prompts.keep_out"] = [f"{p} {_of_file(Path(p))}" for p in resolved.recipe.prompts.keep_out]
     if "train" in stage.keys and resolved.recipe.train.init_from:
         word = resolved.recipe.train.init_from
-        out["train.init_from"] = f"{word} {_of_file(recipe.find_drafter(word) / 'model.safetensors')}"
+        out["train.init_from"] = f"{word} {warm.content(word)}"
     for name in stage.needs:
         out[name] = rundir.manifest(name)["fingerprint"]
     if stage.name == "verdict" and (rundir / profiles.FILE).is_file():

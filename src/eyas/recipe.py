@@ -81,17 +81,20 @@ def find(word: str) -> Path:
 
 
 def find_drafter(word: str) -> Path:
-    """The folder of a drafter to start from: a path, or the name of a shipped one.
+    """The drafter to start from: a folder, a safetensors file with config.json beside it, or the name of a shipped one.
 
     Raises RecipeError where there is neither.
     """
     shipped = sorted(p.name for p in SHIPPED_DRAFTERS.iterdir()) if SHIPPED_DRAFTERS.is_dir() else []
-    for folder in (Path(word), SHIPPED_DRAFTERS / word if word in shipped else Path(word)):
-        if (folder / "contract.json").is_file():
+    path = Path(word)
+    if path.suffix == ".safetensors" and path.is_file() and (path.parent / "config.json").is_file():
+        return path
+    for folder in (path, SHIPPED_DRAFTERS / word if word in shipped else path):
+        if (folder / "config.json").is_file():
             return folder
     raise RecipeError(
-        f'"train.init_from": {word} is not a drafter folder of eyas (no contract.json there), nor a shipped drafter '
-        f"({', '.join(shipped) or 'none'})."
+        f'"train.init_from": {word} is not a drafter folder (no config.json there), nor a safetensors file beside one, nor a '
+        f"shipped drafter ({', '.join(shipped) or 'none'})."
     )
 
 

@@ -2,7 +2,8 @@ import math
 
 import torch
 
-from eyas.drafter.attention import rope, rotation, ttt_attention, visible
+from eyas.contract import Rope
+from eyas.drafter.attention import frequencies, rope, ttt_attention, visible
 
 
 def test_a_query_sees_keys_up_to_its_own_place_in_its_row():
@@ -24,6 +25,6 @@ def test_own_keys_of_later_steps_join_the_softmax():
 
 def test_rope_turns_halves_by_position():
     x = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
-    out = rope(x, rotation(torch.tensor([0, 1]), 2, 10000.0))
+    out = rope(x, frequencies(2, Rope(10000.0), 64).at(torch.tensor([0, 1])))
     torch.testing.assert_close(out[0, 0], torch.tensor([1.0, 0.0]))
     torch.testing.assert_close(out[1, 0], torch.tensor([math.cos(1), math.sin(1)]))

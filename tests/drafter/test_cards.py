@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from eyas.check import facts
 from eyas.contract import Rope
-from eyas.drafter import dialects
+from eyas.drafter import dialects, facts
 from eyas.errors import ContractError
 from tests.drafter.folders import CONFIGS, IDS, foreign, target
 

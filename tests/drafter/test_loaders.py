@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eyas.check import facts
 from eyas.contract import Rope
+from eyas.drafter import facts
 from eyas.engines import sglang_loader, vllm_loader
 from eyas.engines.loading import parse
 from tests.drafter.folders import IDS, foreign, target

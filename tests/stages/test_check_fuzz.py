@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from eyas.check import engine_rules, facts, mend, stage
+from eyas.check import engine_rules, mend, stage
+from eyas.drafter import facts
 from eyas.engines import sglang_loader, vllm_loader
 from eyas.errors import EyasError
 from tests.drafter.folders import CONFIGS, MLA, foreign, target

@@ -123,17 +123,32 @@ def test_a_parent_that_does_not_say_what_it_knows_is_named(finished, parent, tmp
     assert disk.trained_on(run / "drafter" / "best") is None
 
 
-@pytest.mark.parametrize(
-    ("sets", "wrong"),
-    [
-        (("train.draft_vocab=64",), '"train.draft_vocab" is 64, and the drafter to start from'),
-        (("train.draft_vocab=128", "train.norms.output=true"), '"train.norms.output" is True'),
-        (("train.draft_vocab=128", "target.aux_layers=[0, 1]"), '"target.aux_layers"'),
-    ],
-)
-def test_what_the_parent_decides_cannot_be_asked_for_otherwise(finished, parent, tmp_path, sets, wrong):
-    with pytest.raises(RecipeError, match=wrong.replace("[", r"\[")):
-        pipeline.open_run(str(finished[0]), (f"train.init_from={parent}", *sets), str(tmp_path / "run"))
+def test_another_vocabulary_maps_the_head_row_by_row(finished, parent, tmp_path, capsys):
+    run, made = warm(finished, parent, tmp_path / "run", "train.draft_vocab=160", "train.lr=1e-30")
+    old, new = disk.read(parent), disk.read(run / "drafter" / "best")
+    assert new.contract.draft_vocab == 160
+    both = sorted(set(old.kept_W.tolist()) & set(new.kept_W.tolist()))
+    rows = [[d.kept_W.tolist().index(i) for i in both] for d in (old, new)]
+    assert torch.equal(old.lm_head.weight[rows[0]], new.lm_head.weight[rows[1]])
+    said = capsys.readouterr()
+    assert f"head mapped anew, {len(both)} of 160 rows the parent's" in said.out + said.err
+    assert made["train"]["parent"]["came"]["changed"] == [
+        f"head mapped anew, {len(both)} of 160 rows the parent's"
+    ]
+
+
+def test_what_the_recipe_states_goes_before_the_parent_and_is_shown(finished, parent, tmp_path):
+    sets = (f"train.init_from={parent}", "train.draft_vocab=128", "train.norms.output=true")
+    resolved, _, values = pipeline.open_run(str(finished[0]), sets, str(tmp_path / "run"))
+    assert resolved.recipe.train.norms.output and "has False" in values["train.norms.output"].reason
+    assert not resolved.recipe.train.norms.before_residual
+
+
+def test_as_many_aux_layers_as_the_parent_takes_are_needed(finished, parent, tmp_path):
+    with pytest.raises(RecipeError, match=r"takes the states of 3 layers"):
+        pipeline.open_run(
+            str(finished[0]), (f"train.init_from={parent}", "target.aux_layers=[0, 1]"), str(tmp_path / "run")
+        )
 
 
 def test_a_parent_of_another_target_is_refused_before_anything_is_generated(parent, prompt_file, tmp_path):

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
-from eyas import contract, profiles
+from eyas import profiles, warm
 from eyas.bench import embedded, measure
 from eyas.bench.load import Ask, Place, end_to_end
 from eyas.bench.session import Session
-from eyas.contract import Norms
 from eyas.drafter import disk
 from eyas.drafter.network import Drafter
 from eyas.engines import vllm
@@ -89,11 +88,7 @@ def _engine(resolved: Resolved) -> str:
 
 def untrained(resolved: Resolved, work: RunDir) -> None:
     """drafter/best of the recipe's shape with random weights; it costs what a trained one costs, and is accepted next to never."""
-    options, target = resolved.recipe.train, resolved.target
-    norms = Norms(**options.norms.model_dump())
-    c = contract.for_target(
-        target, resolved.aux_layers, norms, options.draft_vocab, options.ttt_steps, target.context
-    )
+    c = warm.contract(resolved, resolved.target.context)
     drafter = Drafter(c)
     head = torch.randn(c.draft_vocab, c.hidden, generator=torch.Generator().manual_seed(0)) * 0.02
     drafter.reset(0, torch.arange(c.draft_vocab), head, torch.ones(c.hidden))

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from eyas.causes import Finding, error, info, unknown
-from eyas.check.facts import Facts
 from eyas.contract import FIELDS
+from eyas.drafter.facts import Facts
 from eyas.engines import sglang_loader, vllm_loader
 from eyas.engines.loading import Version, View, parse, shown
 from eyas.errors import UsageError

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from eyas.check import rules, vocabulary
-from eyas.check.facts import Facts
+from eyas.drafter.facts import Facts
 from eyas.rundir import atomic
 from eyas.stores import weights
 

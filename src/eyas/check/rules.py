@@ -9,11 +9,11 @@ from typing import Any
 from eyas import contract as contracts
 from eyas.causes import Finding, error, info, unknown, warning
 from eyas.check import vocabulary
-from eyas.check.facts import Facts
 from eyas.contract import FIELDS
 from eyas.drafter import dialects, shapes
 from eyas.drafter.cards import ids_of
 from eyas.drafter.dialects import IDS, NEVER_SAVED, shift_of
+from eyas.drafter.facts import Facts
 from eyas.errors import ContractError
 from eyas.stores.weights import FLOATS
 

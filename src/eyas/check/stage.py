@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.causes import Finding, error, healthy, info
-from eyas.check import engine_rules, facts, mend, rules
+from eyas.check import engine_rules, mend, rules
 from eyas.check.engine_rules import Named
-from eyas.check.facts import Facts
 from eyas.contract import FIELDS
+from eyas.drafter import facts
+from eyas.drafter.facts import Facts
 from eyas.errors import ContractError
 from eyas.progress import say, table
 from eyas.target import Target
@@ -64,7 +65,7 @@ def look_at_data(folder: Path, target: Target | None) -> dict[str, Any]:
     )
     if target is None:
         found.append(info("target", "no target given (--target DIR): the data are checked alone"))
-    _show(found)
+    show(found)
     good = healthy(found)
     if good:
         say(f"  {folder}: nothing stands in the way")
@@ -78,7 +79,8 @@ def look_at_data(folder: Path, target: Target | None) -> dict[str, Any]:
     }
 
 
-def _show(findings: list[Finding]) -> None:
+def show(findings: list[Finding]) -> None:
+    """Print findings with their fixes."""
     for f in findings:
         say(f"  {f.severity}: [{f.rule}] {f.message}" + (f"\n      fix: {f.fix}" if f.fix else ""))
 
@@ -97,7 +99,7 @@ def look(
         for text in done:
             say(f"  mended: {text}")
         findings, seen = check(folder, target, engine, args)
-    _show(findings)
+    show(findings)
     good = healthy(findings)
     if seen is not None and engine is None:
         table(engine_rules.table(seen))

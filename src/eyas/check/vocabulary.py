@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from eyas.causes import Finding, error, unknown, warning
-from eyas.check.facts import Facts
+from eyas.drafter.facts import Facts
 from eyas.errors import ContractError
 
 THOUGHTS = ("<think>", "</think>", "<|channel|>", "<|message|>", "◁think▷", "◁/think▷")

@@ -13,27 +13,66 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eyas.contract import SCALINGS, Rope
+from eyas.errors import ContractError
+
 
 class Rotation(NamedTuple):
     """Cosines and sines of each position's angles, float32: computed once, used by queries and keys."""
 
-    cos_T1E: Tensor  # E: half of the head width
+    cos_T1E: Tensor  # E: half of what is rotated of a head
     sin_T1E: Tensor
 
 
-def rotation(pos_T: Tensor, width: int, theta: float) -> Rotation:
-    """Angles of rotary embedding at positions, for heads of `width`."""
-    half = width // 2
-    freq = theta ** (-torch.arange(half, device=pos_T.device, dtype=torch.float32) / half)
-    angle = pos_T.float()[:, None, None] * freq
-    return Rotation(angle.cos(), angle.sin())
+class Frequencies(NamedTuple):
+    """Turns of each pair of a head's dimensions with every position, float32, and the factor on cosines and sines."""
+
+    turns_E: Tensor
+    factor: float
+
+    def at(self, pos_T: Tensor) -> Rotation:
+        angle = pos_T.float()[:, None, None] * self.turns_E
+        if self.factor == 1:
+            return Rotation(angle.cos(), angle.sin())
+        return Rotation(angle.cos() * self.factor, angle.sin() * self.factor)
+
+
+def frequencies(width: int, said: Rope, context: int, device: torch.device | str = "cpu") -> Frequencies:
+    """Rotary embedding of heads of `width`; scaled as transformers does it.
+
+    Raises ContractError for a scaling that is none of SCALINGS, or lacks a parameter.
+    """
+    rotated = int(width * said.partial) // 2
+    if not said.scaling:
+        steps = torch.arange(rotated, device=device, dtype=torch.float32) / rotated
+        return Frequencies(said.theta**-steps, 1.0)
+    scaling = said.scaling_dict()
+    if scaling["rope_type"] not in SCALINGS:
+        raise ContractError(
+            f"rope is scaled by {scaling['rope_type']}, which eyas does not compute; known: {', '.join(SCALINGS)}"
+        )
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {**scaling, "rope_theta": said.theta}
+    try:
+        config = LlamaConfig(
+            hidden_size=2 * rotated, num_attention_heads=1, head_dim=2 * rotated, max_position_embeddings=context,
+            rope_parameters=parameters,
+        )  # fmt: skip
+        turns, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device(device))
+    except (KeyError, TypeError, ValueError) as e:
+        raise ContractError(f"rope scaling {scaling} cannot be computed: {e}") from e
+    return Frequencies(turns.float(), float(factor))
 
 
 def rope(x_THE: Tensor, turn: Rotation) -> Tensor:
-    """Rotary embedding, halves rotated (Llama convention), in float32."""
-    a, b = x_THE.float().chunk(2, -1)
+    """Rotary embedding, halves of what is rotated (Llama convention), in float32."""
     cos, sin = turn
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_THE.dtype)
+    half = cos.shape[-1]
+    x = x_THE.float()
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x_THE.dtype)
 
 
 def visible(key_grid_J: int, queries: int, first_B: Tensor) -> Tensor:

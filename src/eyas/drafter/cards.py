@@ -7,10 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
-from eyas.contract import FIELDS, Card, Fact, Rope
+from eyas.contract import FIELDS, Card, Fact, Rope, scaling_of
 from eyas.drafter.dialects import IDS, Folder, recognise, shift_of
-
-NOT_ROPE = {"rope_theta", "type", "rope_type", "partial_rotary_factor"}
 
 
 class Reading(NamedTuple):
@@ -39,7 +37,7 @@ def rope_of(config: Mapping[str, Any]) -> tuple[Rope | None, str]:
         return None, f"rope_theta is {thetas!r:.80}"
     if len({float(t) for t in thetas}) > 1:
         return None, f"rope_theta is said twice and differs: {', '.join(f'{t:g}' for t in thetas)}"
-    kinds = [_scaling(d) for d in dicts]
+    kinds = [scaling_of(d) for d in dicts]
     if len(kinds) == 2 and kinds[0] != kinds[1]:
         return None, "rope_scaling and rope_parameters differ"
     partials = [
@@ -50,14 +48,6 @@ def rope_of(config: Mapping[str, Any]) -> tuple[Rope | None, str]:
     theta = float(thetas[0]) if thetas else 10000.0
     said = "rope_theta" if thetas else "no rope_theta: every reader takes 10000"
     return Rope(theta, kinds[0] if kinds else (), float(partials[0]) if partials else 1.0), said
-
-
-def _scaling(d: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    kind = d.get("rope_type", d.get("type", "default"))
-    if kind in ("default", None):
-        return ()
-    rest = sorted((str(k), v) for k, v in d.items() if k not in NOT_ROPE)
-    return (("kind", str(kind)), *((k, tuple(v) if isinstance(v, list) else v) for k, v in rest))
 
 
 def whole(value: Any) -> TypeGuard[int]:

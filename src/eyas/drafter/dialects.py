@@ -354,11 +354,7 @@ def _rope(rope: Rope) -> dict[str, Any]:
     if rope.partial != 1:
         out["partial_rotary_factor"] = rope.partial
     if rope.scaling:
-        kind = {
-            ("rope_type" if k == "kind" else k): (list(x) if isinstance(x, tuple) else x)
-            for k, x in rope.scaling
-        }
-        out["rope_scaling"] = {**kind, "rope_theta": rope.theta}
+        out["rope_scaling"] = {**rope.scaling_dict(), "rope_theta": rope.theta}
     return out
 
 

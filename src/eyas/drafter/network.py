@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.contract import Contract
-from eyas.drafter.attention import Rotation, rope, rotation, ttt_attention, visible
+from eyas.drafter.attention import Frequencies, Rotation, frequencies, rope, ttt_attention, visible
 from eyas.drafter.batch import Batch
 from eyas.drafter.linear import Linear
 
@@ -60,6 +60,7 @@ class Drafter(nn.Module):
         self.down_proj = Linear(c.mlp, d, bias=False)
         self.norm = RMSNorm(d, c.eps)
         self.lm_head = Linear(d, c.draft_vocab, bias=False)
+        self._frequencies: dict[torch.device, Frequencies] = {}
         self.register_buffer("d2t_W", torch.zeros(c.draft_vocab, dtype=torch.int64))
 
     def reset(self, seed: int, kept_W: Tensor, head_WD: Tensor, norm_D: Tensor) -> None:
@@ -94,7 +95,14 @@ class Drafter(nn.Module):
         return x, normed if self.contract.norms.before_residual else h_TD
 
     def rotation(self, pos_T: Tensor) -> Rotation:
-        return rotation(pos_T, self.contract.head_dim, self.contract.rope_theta)
+        c = self.contract
+        if pos_T.device not in self._frequencies:
+            self._frequencies[pos_T.device] = frequencies(c.head_dim, c.rope, c.context, pos_T.device)
+        return self._frequencies[pos_T.device].at(pos_T)
+
+    def forget_rope(self) -> None:
+        """To be called where the contract's rope was changed."""
+        self._frequencies.clear()
 
     def query(self, x_T2D: Tensor, turn: Rotation) -> Tensor:
         return rope(self.q_proj(x_T2D).unflatten(-1, (-1, self.contract.head_dim)), turn)

@@ -67,7 +67,7 @@ def accepted_lengths(
     device = drafter.fc.weight.device
     kept_W = drafter.kept_W
     out: list[list[int]] = []
-    for group in _groups(rows, TOKENS_AT_ONCE[device.type]):
+    for group in groups(rows, device.type):
         batch = pack(group, device, k)
         accepted = torch.zeros_like(batch.token_M)
         alive = torch.ones_like(batch.token_M, dtype=torch.bool)
@@ -88,8 +88,9 @@ def accepted_lengths(
     return out
 
 
-def _groups(rows: Iterable[RowStates], limit: int) -> Iterator[list[RowStates]]:
+def groups(rows: Iterable[RowStates], device: str) -> Iterator[list[RowStates]]:
     """Usable rows in their order, some thousand tokens at a time."""
+    limit = TOKENS_AT_ONCE[device]
     group: list[RowStates] = []
     for row in rows:
         if not usable(row):

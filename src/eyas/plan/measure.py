@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from eyas.contract import Norms, for_target
+from eyas import warm
 from eyas.drafter.batch import pack
 from eyas.drafter.decode import decode
 from eyas.drafter.loss import Teacher, ttt_loss
@@ -75,9 +75,7 @@ def _training(resolved: Resolved) -> Callable[[], object]:
     target, options = resolved.target, resolved.recipe.train
     width, layers = target.hidden, len(resolved.aux_layers)
     vocab = min(options.draft_vocab, target.vocab)
-    norms = Norms(**options.norms.model_dump())
-    contract = for_target(target, resolved.aux_layers, norms, vocab, options.ttt_steps, TRAIN_ROW_TOKENS)
-    drafter = Drafter(contract).to(resolved.device)
+    drafter = Drafter(warm.contract(resolved, TRAIN_ROW_TOKENS)).to(resolved.device)
     ids = torch.arange(TRAIN_ROW_TOKENS, dtype=torch.int32) % vocab
     rows = [
         RowStates(

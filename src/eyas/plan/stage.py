@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from jinja2 import TemplateError
 
-from eyas.contract import Norms, for_target
+from eyas import warm
 from eyas.errors import SurroundingsError
 from eyas.progress import duration, say, size
 from eyas.recipe import Resolved
@@ -108,12 +108,8 @@ def _count(train: int, held: int, prompt_tokens: int, completion_tokens: int) ->
 def _parameters(resolved: Resolved) -> int:
     from eyas.drafter import shapes
 
-    options = resolved.recipe.train
-    norms = Norms(**options.norms.model_dump())
-    contract = for_target(
-        resolved.target, resolved.aux_layers, norms, options.draft_vocab, options.ttt_steps, 0
-    )
-    return sum(math.prod(s) for name, s in shapes.of_contract(contract).items() if name not in ("d2t", "t2d"))
+    wanted = shapes.of_contract(warm.contract(resolved, 0))
+    return sum(math.prod(s) for name, s in wanted.items() if name not in ("d2t", "t2d"))
 
 
 def _disk(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:

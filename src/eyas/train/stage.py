@@ -12,14 +12,12 @@ import json
 import math
 import time
 from collections import deque
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eyas import interrupt
-from eyas.contract import Contract, Norms, for_target
+from eyas import interrupt, warm
 from eyas.drafter.batch import Batch, pack, usable
 from eyas.drafter.loss import Teacher, ttt_loss
 from eyas.drafter.network import Drafter
@@ -27,7 +25,7 @@ from eyas.errors import ContractError
 from eyas.feed import Later, ahead
 from eyas.progress import Progress, say
 from eyas.recipe import Resolved
-from eyas.rundir import RunDir, file_hash
+from eyas.rundir import RunDir, file_hash, read_json, write_json
 from eyas.stores import conversations, states
 from eyas.stores.states import RowRef, RowStates
 from eyas.train import checkpoint, evaluation, parent, records, schedule, vocabulary
@@ -56,11 +54,14 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     """
     start = parent.read(resolved)
     data = load(resolved, rundir, (start and start.trained_on) or frozenset())
+    begun = rundir / "train" / "parent.json"
+    if start and not begun.is_file():
+        write_json(begun, {"axes": parent.examine(start, resolved, data.held_out), "came": None})
     vocab = draft_vocabulary(resolved, data, start)
     trainer = Trainer(resolved, rundir, resident(data, resolved.device), vocab, start)
     began = time.perf_counter()
     trainer.train()
-    gained = _gain(rundir) if start else None
+    gained = _gain(rundir) | read_json(begun) if start else None
     best = json.loads((rundir / "drafter" / "best" / "metrics.json").read_text(encoding="utf-8"))
     return rundir.finish(
         "train",
@@ -155,10 +156,10 @@ def resident(data: Data, device: str) -> Data:
 
 
 def draft_vocabulary(resolved: Resolved, data: Data, start: Parent | None = None) -> vocabulary.Vocabulary:
-    """The parent's, or chosen from the training answers; printed with what it covers."""
-    if start:
+    """The parent's where it has as many ids as the recipe asks for, or chosen from the training answers; printed with what it covers."""
+    if start and start.contract.draft_vocab == min(resolved.recipe.train.draft_vocab, resolved.target.vocab):
         answers = (r.slice("ids")[r.start :] for r in data.train)
-        vocab = vocabulary.measure(answers, start.drafter.kept_W, resolved.target.vocab)
+        vocab = vocabulary.measure(answers, start.held.drafter.kept_W, resolved.target.vocab)
         _print_vocabulary(vocab, data, "kept from the parent")
         return vocab
     always = {
@@ -202,22 +203,6 @@ def make_teacher(resolved: Resolved, kept_W: Tensor) -> Teacher:
     )
 
 
-def _contract(resolved: Resolved, draft_vocab: int, longest: int, start: Parent | None) -> Contract:
-    """The parent's, for this target and the longer of both trainings; or a new one."""
-    options, target = resolved.recipe.train, resolved.target
-    if start is None:
-        norms = Norms(**options.norms.model_dump())
-        return for_target(target, resolved.aux_layers, norms, draft_vocab, options.ttt_steps, longest)
-    old = start.drafter.contract
-    return replace(
-        old,
-        target_fingerprint=target.fingerprint,
-        target_identity=target.identity,
-        trained_length=max(old.trained_length, longest),
-        ttt_steps=max(old.ttt_steps, options.ttt_steps),
-    )
-
-
 class Started(NamedTuple):
     """An optimizer step that was launched, and what its record needs."""
 
@@ -245,15 +230,18 @@ class Trainer:
         self.device, self.loggers = resolved.device, tuple(resolved.recipe.report.loggers)
         longest = max(len(r) for r in data.train)
         self.teacher = make_teacher(resolved, vocab.kept_W)
-        self.contract = _contract(resolved, len(vocab.kept_W), longest, start)
-        self.drafter = Drafter(self.contract)
-        self.started_from = start is not None
+        self.contract = warm.contract(resolved, longest, len(vocab.kept_W))
+        self.resolved, self.start = resolved, start
+        self.changed: list[str] = []
         self.trained_on: frozenset[str] | None = data.keys
         if start:
             self.trained_on = None if start.trained_on is None else start.trained_on | data.keys
         if start:
-            self.drafter.load_state_dict(start.drafter.state_dict())
+            self.drafter, kept = parent.child(start, self.contract, vocab.kept_W, self.teacher.head_WD.cpu())
+            same = torch.equal(vocab.kept_W, start.held.drafter.kept_W)
+            self.changed = parent.changes(start, self.contract, None if same else (kept, len(vocab.kept_W)))
         else:
+            self.drafter = Drafter(self.contract)
             self.drafter.reset(
                 self.options.seed, vocab.kept_W, self.teacher.head_WD.cpu(), self.teacher.norm_D.cpu()
             )
@@ -285,8 +273,8 @@ class Trainer:
         if self.state_file.is_file():
             place = checkpoint.load(self.state_file, self.drafter, self.optimizer)
             say(f"  resuming at step {place['step']} of {self.total_steps}")
-        elif self.started_from:
-            place["best"] = self._finish_epoch(-1, 0.0)
+        elif self.start:
+            place["best"] = self._begin(self.start)
         saved = time.monotonic()
         done_before = [sum(map(len, self.plan[:e])) for e in range(len(self.plan))]
         with (
@@ -321,6 +309,14 @@ class Trainer:
                 board.add_scalar("held_out/tau", tau, epoch + 1)
                 place |= {"epoch": epoch + 1, "best": max(place["best"], tau)}
                 checkpoint.save(self.state_file, self.drafter, self.optimizer, place)
+
+    def _begin(self, start: Parent) -> float:
+        """Measure what training starts with; raises ContractError where it lost the parent's skill."""
+        metrics = self._evaluate()
+        came = parent.compare(start, self.resolved, self.data.held_out, metrics, self.changed)
+        path = self.rundir / "train" / "parent.json"
+        write_json(path, read_json(path) | {"came": came})
+        return self._finish_epoch(-1, 0.0, metrics)
 
     def _batches(self, rows: list[int]) -> list[Batch]:
         return [
@@ -386,9 +382,10 @@ class Trainer:
             **accuracy,
         }
 
-    def _finish_epoch(self, epoch: int, best: float) -> float:
-        """Replay the held-out rows as a server would load the weights, write drafter/epoch-N, and best if it is."""
-        metrics = {"epoch": epoch + 1, **self._evaluate()}
+    def _finish_epoch(self, epoch: int, best: float, found: dict[str, Any] | None = None) -> float:
+        """Replay the held-out rows as a server would load the weights, write drafter/epoch-N, and best if it is. found: that replay, where
+        it was done already."""
+        metrics = {"epoch": epoch + 1, **(found or self._evaluate())}
         tau = metrics["tau"][str(metrics["select_k"])]["value"]
         folder = self.rundir / "drafter"
         records.append_eval(self.rundir / "train" / "evals.jsonl", metrics)
