@@ -71,7 +71,7 @@ FROZEN = {
     **{name: COMMON for name in ("generate", "extract", "train", "verdict", "report")},
     "plan": [*COMMON, "--profile"],
     "bench": [*COMMON, "--url", "--baseline"],
-    "check": [*COMMON, "--target", "--engine", "--engine-version", "--fix", "--probe", "--on"],
+    "check": [*COMMON, "--target", "--engine", "--engine-version", "--fix", "--probe", "--on", "--url"],
     "convert": ["source", "out", "--to", "--engine-version", "--target", "--json"],
     "fetch": ["name", "--models", "--json"],
     "status": COMMON,

@@ -116,6 +116,11 @@ def plan(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool, 
     help="Replay answers of the target under every reading: what were the weights trained for?",
 )
 @click.option(
+    "--url",
+    metavar="U",
+    help="With --probe: a running server with the drafter, compared with the replay of its answers.",
+)
+@click.option(
     "--on", metavar="DIR", help="Conversations or states to probe on (default: answers written now)."
 )
 def check(
@@ -128,24 +133,30 @@ def check(
     engine_version: str | None,
     fix: bool,
     probe: bool,
+    url: str | None,
     on: str | None,
 ) -> None:
     """Would what was trained load and run? RECIPE, RUN, anybody's drafter folder, conversations or states. Exit 1 on an error or unknown."""
+    if (on or url) and not probe:
+        raise click.UsageError("--on and --url are for --probe")
+    if on and url:
+        raise click.UsageError("--url asks a server for its own answers; leave --on out")
     if (Path(recipe) / "config.json").is_file():
         from eyas import target as targets
         from eyas.check import engine_rules, stage
 
         if engine_version and not engine:
             raise click.UsageError("--engine-version needs --engine")
-        if (probe and not target) or (on and not probe):
-            raise click.UsageError("--probe needs --target, whose answers are replayed; --on needs --probe")
+        if probe and not target:
+            raise click.UsageError("--probe needs --target, whose answers are replayed")
         wanted = engine_rules.named(engine, engine_version) if engine else None
         facts = targets.load(target) if target else None
         result = stage.look(Path(recipe), facts, wanted, fix)
         if probe and facts:
             from eyas import outside
 
-            result = outside.with_probe(result, *outside.probe(Path(recipe), facts, Path(on) if on else None))
+            found, body = outside.probe(Path(recipe), facts, Path(on) if on else None, url)
+            result = outside.with_probe(result, found, body, "parity" if url else "probe")
     elif is_data(Path(recipe)):
         from eyas import target as targets
         from eyas.check import stage
@@ -161,7 +172,7 @@ def check(
         from eyas import outside, pipeline
 
         if probe:
-            result = outside.probe_run(recipe, sets, folder)
+            result = outside.probe_run(recipe, sets, folder, url)
         else:
             result = pipeline.run_one("check", recipe, sets, folder)
     emit(result, as_json)

@@ -6,7 +6,7 @@ eyas bench --url U --baseline U        eyas plan RECIPE --profile        eyas ve
 import itertools
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eyas import interrupt, profiles, recipe
 from eyas.causes import Finding, healthy
@@ -17,6 +17,9 @@ from eyas.recipe import Recipe
 from eyas.rundir import RunDir, read_json, write_json
 from eyas.schema import PromptsSection
 from eyas.target import Target
+
+if TYPE_CHECKING:
+    from eyas.check.probing import Prompt
 
 
 def profile(word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, Any]:
@@ -39,41 +42,54 @@ def profile(word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, A
 
 
 def probe(
-    folder: Path, target: Target, on: Path | None, dtype: str = "auto", remote_code: bool = False
+    folder: Path,
+    target: Target,
+    on: Path | None,
+    url: str | None = None,
+    dtype: str = "auto",
+    remote_code: bool = False,
 ) -> tuple[list[Finding], dict[str, Any]]:
-    """What the weights in a drafter's folder were trained for, by check/probing.py; with prompts that ship with eyas, of which our own
+    """With `url`, whether that server accepts what the replay says (check/parity.py). Without it, what the weights in a drafter's folder were trained for, by check/probing.py; with prompts that ship with eyas, of which our own
     drafters never learn, where `on` gives no answers of the target."""
+    from eyas.check import parity, probing
+
+    place = probing.Place(dtype, remote_code)
+    if url:
+        return parity.look(folder, target, url, held_out_prompts(), place)
+    return probing.look(folder, target, on, held_out_prompts, place)
+
+
+def held_out_prompts() -> "list[Prompt]":
+    """Prompts that ship with eyas and of which no drafter that ships has learned, evenly over their domains."""
     from eyas.check import probing
     from eyas.generate import prompts
     from eyas.stores import conversations
 
-    def given() -> list[probing.Prompt]:
-        known = [p for p in prompts.read(PromptsSection())[0] if p.held_out]
-        chosen = conversations.spread(known, probing.CONVERSATIONS, lambda p: p.domain)
-        return [
-            probing.Prompt(p.prompt_id, [*_system(p.system), {"role": "user", "content": p.turns[0]}])
-            for p in chosen
-        ]
-
-    return probing.look(folder, target, on, given, probing.Place(dtype, remote_code))
+    known = [p for p in prompts.read(PromptsSection())[0] if p.held_out]
+    chosen = conversations.spread(known, probing.CONVERSATIONS, lambda p: p.domain)
+    return [
+        probing.Prompt(p.prompt_id, [*_system(p.system), {"role": "user", "content": p.turns[0]}])
+        for p in chosen
+    ]
 
 
 def _system(text: str | None) -> list[dict[str, str]]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 
-def probe_run(word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, Any]:
-    """check of a run, and the probe of its drafter on its held-out conversations; leaves probe.json beside check.json."""
+def probe_run(word: str, sets: tuple[str, ...], folder: str | None, url: str | None) -> dict[str, Any]:
+    """check of a run, and the probe of its drafter on its held-out conversations, or of a server that has it; leaves probe.json, or
+    parity.json, beside check.json."""
     made = run_one("check", word, sets, folder)
     resolved, rundir, _ = open_run(word, sets, folder)
     with rundir.lock(), interrupt.patient(), surroundings("check"):
         on, code = rundir / "conversations", resolved.recipe.target.trust_remote_code
-        found, body = probe(rundir / "drafter" / "best", resolved.target, on, resolved.dtype, code)
-        write_json(rundir / "probe.json", body)
-    return with_probe(made, found, body)
+        found, body = probe(rundir / "drafter" / "best", resolved.target, on, url, resolved.dtype, code)
+        write_json(rundir / ("parity.json" if url else "probe.json"), body)
+    return with_probe(made, found, body, "parity" if url else "probe")
 
 
-def with_probe(made: dict[str, Any], found: list[Finding], body: dict[str, Any]) -> dict[str, Any]:
+def with_probe(made: dict[str, Any], found: list[Finding], body: dict[str, Any], name: str) -> dict[str, Any]:
     """A check's result with what the probe adds; prints its findings."""
     from eyas.check.stage import show
 
@@ -81,7 +97,7 @@ def with_probe(made: dict[str, Any], found: list[Finding], body: dict[str, Any])
     return made | {
         "findings": [*made["findings"], *(f.as_json() for f in found)],
         "healthy": made["healthy"] and healthy(found),
-        "probe": body,
+        name: body,
     }
 
 

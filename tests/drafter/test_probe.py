@@ -48,7 +48,7 @@ def probed(folder, seen):
     target, rows = seen
     f = facts.gather(folder, target)
     open_ = opening.assumed(f.card, target)
-    return probe.run(opening.read(f, target, open_), rows, target, "cpu", tuple(open_))
+    return probe.run(opening.read(f, target, open_), rows, target, "cpu")
 
 
 def edited(folder, out, change=None, change_tensors=None):
@@ -215,11 +215,11 @@ def skilled_contract(target):
 def test_decide_by_hand():
     """Ten conversations of ten positions: 9 against 5 right is decided, 9 against 9 is not."""
     score = lambda n: Score(np.full(10, float(n)), np.full(10, 10.0))  # noqa: E731
-    sure = probe.decide("x", "a", [Option("a", score(9)), Option("b", score(5))], "a_1", False)
+    sure = probe.decide("x", "a", [Option("a", score(9)), Option("b", score(5))], "a_1")
     assert sure.state == "agrees" and sure.margin.value == pytest.approx(0.4)
-    other = probe.decide("x", "b", [Option("b", score(5)), Option("a", score(9))], "a_1", False)
+    other = probe.decide("x", "b", [Option("b", score(5)), Option("a", score(9))], "a_1")
     assert (other.state, other.found) == ("differs", "a") and other.loss.low > 0
-    same = probe.decide("x", "a", [Option("a", score(9)), Option("b", score(9))], "a_1", False)
+    same = probe.decide("x", "a", [Option("a", score(9)), Option("b", score(9))], "a_1")
     assert (same.state, same.found) == ("undetermined", "a")
 
 

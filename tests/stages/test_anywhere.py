@@ -172,8 +172,13 @@ def test_what_a_parent_leaves_open_must_be_stated(deep, parent, skill, tmp_path)
 
 
 def test_a_change_that_costs_the_skill_is_refused_by_its_name(deep, parent, tmp_path):
-    with pytest.raises(ContractError, match="with train.norms.fc chunks for none, train.norms.output True for False.*less than 50%"):
-        start(deep, tmp_path, parent, "train.norms.fc=chunks", "train.norms.output=true", "train.draft_vocab=60")
+    with pytest.raises(
+        ContractError,
+        match="with train.norms.fc chunks for none, train.norms.output True for False.*less than 50%",
+    ):
+        start(
+            deep, tmp_path, parent, "train.norms.fc=chunks", "train.norms.output=true", "train.draft_vocab=60"
+        )
 
 
 def test_an_embedding_of_its_own_is_refused(deep, parent, tmp_path):

@@ -60,10 +60,10 @@ def look(
     open_ = opening.assumed(f.card, target)
     held = opening.read(f, target, open_)
     device = hf.choose_device().value
-    rows, origin = _rows(held.drafter.contract.aux_layers, target, on, prompts, place, device)
+    seen, origin = rows(held.drafter.contract.aux_layers, target, on, prompts, place, device)
     say(f"  probe: {origin}")
     axes = {next((a for a, name in FIELD.items() if name == field), field) for field in open_}
-    found = probe.run(held, rows, target, device, sorted(axes))
+    found = probe.run(held, seen, target, device)
     show(found)
     made = list(findings(found, f.card, axes))
     return made, {**found.as_json(), "answers": origin, "open": sorted(axes)}
@@ -72,7 +72,7 @@ def look(
 # ---- answers and states ----
 
 
-def _rows(
+def rows(
     stated: tuple[int, ...], target: Target, on: Path | None, prompts: Callable[[], Sequence[Prompt]], place: Place, device: str
 ) -> tuple[Rows, str]:  # fmt: skip
     if on is not None and data_rules.is_states(on):
@@ -130,7 +130,7 @@ def _written(engine: hf.HFEngine, target: Target, prompts: Sequence[Prompt], pla
     room = target.context - TOKENS
     long = min(LONG, len(prompts) // 4)
     short = [
-        (p.name, ids) for p in prompts[: len(prompts) - long] if (ids := _ids(tokenizer, p.messages, room))
+        (p.name, ids) for p in prompts[: len(prompts) - long] if (ids := render(tokenizer, p.messages, room))
     ]
     said = reading.answered(engine, short, TOKENS)
     texts = {s.name: tokenizer.decode(s.ids[s.start :], skip_special_tokens=True) for s in said}
@@ -141,18 +141,20 @@ def _written(engine: hf.HFEngine, target: Target, prompts: Sequence[Prompt], pla
     longer = []
     for number, p in enumerate(prompts[len(prompts) - long :]):
         history: list[dict[str, str]] = []
-        ids = _ids(tokenizer, p.messages, room)
+        ids = render(tokenizer, p.messages, room)
         for turn in turns[number::2] + turns[1 - number % 2 :: 2]:
             if not ids or len(ids) >= wanted:
                 break
             history = [*history, *(m for m in turn if m["role"] != "system" or not history)]
-            ids = _ids(tokenizer, [*history, *(m for m in p.messages if m["role"] != "system")], room) or ids
+            ids = (
+                render(tokenizer, [*history, *(m for m in p.messages if m["role"] != "system")], room) or ids
+            )
         if ids:
             longer.append((p.name, ids))
     return said + reading.answered(engine, longer, TOKENS)
 
 
-def _ids(tokenizer: Any, messages: list[dict[str, str]], room: int) -> list[int]:
+def render(tokenizer: Any, messages: list[dict[str, str]], room: int) -> list[int]:
     """Prompt ids as a server renders them; empty where the template refuses them, or they do not fit."""
     try:
         made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)

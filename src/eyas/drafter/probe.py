@@ -172,7 +172,8 @@ def sentence(a: Axis) -> str:
     what = {
         "fc_norm": "norms before fc", "before_residual": "the normed state as residual", "rope": "rope", "fed_back": "the state that is fed back",
     }[a.name]  # fmt: skip
-    return f"trained with {what}: {short(a.found)}, and its config says {short(a.stated)}: {numbers}"
+    also = f" ({a.note})" if a.note else ""
+    return f"trained with {what}: {short(a.found)}{also}, and its config says {short(a.stated)}: {numbers}"
 
 
 def candidates(c: Contract, target: Target) -> tuple[int, ...]:
@@ -185,18 +186,18 @@ def teaching(target: Target, kept_W: Tensor, device: torch.device | str) -> Teac
     return Teaching(head.to(device), target.final_norm_D().to(device), target.eps)
 
 
-def run(held: Held, rows: Rows, target: Target, device: str, unknown: Sequence[str] = ()) -> Found:
-    """Probe a drafter on answers of its target. unknown: axes that its folder leaves open, where the stated value is a guess.
+def run(held: Held, rows: Rows, target: Target, device: str) -> Found:
+    """Probe a drafter on answers of its target.
 
     Raises ContractError where no row has anything to draft, or the rows lack a stated layer.
     """
-    return _Probe(held, rows, target, device, frozenset(unknown)).run()
+    return _Probe(held, rows, target, device).run()
 
 
 class _Probe:
-    def __init__(self, held: Held, rows: Rows, target: Target, device: str, unknown: frozenset[str]) -> None:
+    def __init__(self, held: Held, rows: Rows, target: Target, device: str) -> None:
         self.rows = [r for r in rows.rows if usable(r)]
-        self.layers, self.target, self.unknown = rows.layers, target, unknown
+        self.layers, self.target = rows.layers, target
         if not self.rows:
             raise ContractError("probe: no conversation has an answer of two tokens or more")
         self.drafter = held.drafter.to(device)
@@ -364,7 +365,7 @@ class _Probe:
         if len(values) == 1:
             return Axis(axis, stated[axis], stated[axis], "not probed", measure, note=WHY_NOT[axis])
         options = [Option(v, self.score(axis, setting | {axis: v})) for v in values]
-        made = decide(axis, stated[axis], options, measure, guessed=axis in self.unknown)
+        made = decide(axis, stated[axis], options, measure)
         if axis == "map" and made.found == "learned":
             return self.another(made, setting)
         return made
@@ -386,7 +387,7 @@ class _Probe:
         if sum(moved) > ELSEWHERE * sum(n for _, n in share.values()):
             return replace(made, found="another", note="the head's rows stand for other ids than d2t says")
         options = tuple(o for o in made.options if o.value != "learned")
-        return decide("map", made.stated, list(options), made.measure, guessed=False)
+        return decide("map", made.stated, list(options), made.measure)
 
     def taught(self, setting: dict[str, Any]) -> Axis:
         """Which teacher the first draft's distribution is closest to, by mean KL divergence: the lower the better."""
@@ -413,7 +414,7 @@ class _Probe:
                 for name, row in zip(names, far, strict=True):
                     sums[name].append(float(row[a:b].sum()))
         options = [Option(n, Score(-np.array(sums[n]), np.array(counts))) for n in names]
-        return decide("teacher", names[0], options, "divergence", guessed=False)
+        return decide("teacher", names[0], options, "divergence")
 
     def ranges(self, setting: dict[str, Any], stated: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         """a_1 by position in the row, as stated and as found."""
@@ -447,8 +448,9 @@ WHY_NOT = {
 }  # fmt: skip
 
 
-def decide(axis: str, stated: Any, options: list[Option], measure: str, guessed: bool) -> Axis:
-    """Agrees: the stated value is surely better than each other. Differs: another one is surely better than it. Else undetermined."""
+def decide(axis: str, stated: Any, options: list[Option], measure: str) -> Axis:
+    """Agrees: the stated value is surely better than each other. Differs: another one is surely better than it; of several that do equally
+    well the one that was named first. Else undetermined."""
     ranked = sorted(options, key=lambda o: -o.score.value)
     best, own = ranked[0], next(o for o in options if o.value == stated)
     margin = best.score.above(ranked[1].score)
@@ -460,7 +462,11 @@ def decide(axis: str, stated: Any, options: list[Option], measure: str, guessed:
     loss = best.score.above(own.score)
     if loss.low <= 0:
         return Axis(axis, stated, stated, "undetermined", measure, tuple(options), margin)
-    return Axis(axis, stated, best.value, "differs", measure, tuple(options), margin, loss)
+    equal = [o.value for o in options if o is best or (o is not own and best.score.above(o.score).low <= 0)]
+    note = (
+        f"{', '.join(short(v) for v in equal[1:])} would do as well on these rows" if len(equal) > 1 else ""
+    )
+    return Axis(axis, stated, equal[0], "differs", measure, tuple(options), margin, loss, note)
 
 
 def _share(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Score:
