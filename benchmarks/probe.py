@@ -207,7 +207,6 @@ def probed(folder: Path, target: Target, rows: probe.Rows, device: str) -> dict:
         "alarms": [n for n in of("differs") if (n not in open_ and n != "layers") or (n == "layers" and "aux_layers" not in open_)],
         "sentences": [probe.sentence(x) for x in found.axes if x.state == "differs"], "tau_stated": found.tau_stated.value,
         "tau_found": found.tau_found.value, "pairs": found.pairs, "seconds": time.perf_counter() - began,
-        "axes": found.as_json()["axes"],
     }  # fmt: skip
 
 

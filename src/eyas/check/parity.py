@@ -122,7 +122,7 @@ def look(
     layers = held.drafter.contract.aux_layers
     engine = hf.HFEngine(target, dtype, device, layers, place.remote_code)
     unique, of = shared([a.said for a in answers])
-    rows = reading.states_of(engine, unique)
+    rows = reading.states_of(engine, unique, None)
     say(f"  read by the target here: {sum(map(len, rows)):,} tokens of {len(rows)} different answers")
     accepted = replayed(held.drafter.to(device), held.embedding_VD.to(device), rows, k)
     cells = compare(answers, [accepted[i] for i in of], k)
@@ -309,7 +309,11 @@ def signs(cells: Sequence[Cell]) -> set[str]:
     if not low:
         out = {"deep"} if any(c.falls for c in cells) else set()
         return out | ({"more"} if any(c.higher for c in cells) else set())
-    out = set()
+    out: set[str] = set()
+    effect = sum(c.apart.value * c.steps for c in low) / sum(c.steps for c in low)
+    sound = [
+        c for c in cells if c.steps >= LEAST and c.apart.low > effect / 2
+    ]  # these surely do not fall off so
     told = {
         "place": {"batched": "batched", "cached": "cached"},
         "length": {"long": "long"},
@@ -317,7 +321,7 @@ def signs(cells: Sequence[Cell]) -> set[str]:
     }
     for field, names in told.items():
         where = {getattr(c.kind, field) for c in low}
-        fine = {getattr(c.kind, field) for c in cells if not c.lower and c.steps >= LEAST}
+        fine = {getattr(c.kind, field) for c in sound}
         out |= {sign for value, sign in names.items() if where == {value} and fine - {value}}
     return out or {"everywhere"}
 

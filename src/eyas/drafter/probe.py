@@ -3,11 +3,11 @@
 Its folder says one thing on every axis (aux layers, vocabulary map, norms, rope, what is fed back). The same answers of the target are
 replayed with the others in place of it, one axis at a time, and what the weights accept most under is what they were trained for:
 
-    layers             all ids one lower, as stated, one higher          a_1
+    layers             all ids one lower, as stated, one higher          a_1; the same
     map                offsets, absolute, or one learned from the answers a_1
     fc_norm            with the norms that are there, without; where there are none, with norms of ones    a_1
-    before_residual    residual is the state, or the normed state         a_1
-    rope               thetas and scalings that drafters are trained with a_1
+    before_residual    residual is the state, or the normed state         a_1; where it does not decide, all of three drafts
+    rope               thetas and scalings that drafters are trained with a_1; the same
     fed_back           h or norm(h) to the next step                      a_2 and a_3 together
     teacher            final norm applied once, not at all, or twice      divergence of the first draft (lowest)
 
@@ -45,6 +45,11 @@ RANGES = (0, 256, 1024, 4096, 16384)  # of positions, for rope
 ELSEWHERE = (
     0.5  # of the learned map's ids that are other than the stated map's, above which it is another map
 )
+CLOSER = (
+    "layers",
+    "before_residual",
+    "rope",
+)  # looked at by more than the first draft where that does not decide
 AXES = ("map", "layers", "fc_norm", "before_residual", "rope", "fed_back")
 
 
@@ -343,6 +348,15 @@ class _Probe:
                 setting = setting | {axis: "learned" if value == "another" else value}
             if setting == before:
                 break
+        if (
+            found["map"].found == "another"
+        ):  # what is right under a wrong map, or under a learned one, is too little to go by
+            found |= {
+                n: replace(a, found=a.stated, state="not probed", note=MAP_FIRST)
+                for n, a in found.items()
+                if n != "map"
+            }
+            setting = stated | {"map": "learned"}
         alone = _walks(self.accepted(stated, DEEP))
         best = _walks(self.accepted(setting, DEEP)) if setting != stated else alone
         axes = (*found.values(), self.taught(setting))
@@ -366,9 +380,25 @@ class _Probe:
             return Axis(axis, stated[axis], stated[axis], "not probed", measure, note=WHY_NOT[axis])
         options = [Option(v, self.score(axis, setting | {axis: v})) for v in values]
         made = decide(axis, stated[axis], options, measure)
+        if made.state == "undetermined" and axis in CLOSER:
+            made = self.closer(made, setting)
         if axis == "map" and made.found == "learned":
             return self.another(made, setting)
         return made
+
+    def closer(self, made: Axis, setting: dict[str, Any]) -> Axis:
+        """An axis that a_1 does not decide, by all accepted drafts of DEEP, which are more; options that are surely worse are left out."""
+        best = max(made.options, key=lambda o: o.score.value)
+        near = [
+            o
+            for o in made.options
+            if o.value == made.stated or o is best or best.score.above(o.score).low <= 0
+        ]
+        options = [
+            Option(o.value, _drafts(self.accepted(setting | {made.name: o.value}, DEEP))) for o in near
+        ]
+        again = decide(made.name, made.stated, options, f"accepted drafts of {DEEP}")
+        return made if again.state == "undetermined" else again
 
     def map_values(self, setting: dict[str, Any]) -> list[str]:
         if self.contract.draft_vocab == self.contract.vocab and not self.offsets_W.any():
@@ -440,6 +470,7 @@ class _Probe:
         return tuple(out)
 
 
+MAP_FIRST = "the vocabulary map must be mended first"
 WHY_NOT = {
     "layers": "the states hold the stated layers alone; with the target and conversations the others are read too",
     "map": "the whole vocabulary is drafted: there is no map",
@@ -483,6 +514,14 @@ def _later(accepted: list[list[int]]) -> Score:
         could = sum(((a >= i - 1) & (left >= i)).astype(float) for i in range(2, DEEP + 1))
         pairs.append((np.asarray(hits), np.asarray(could)))
     return _share(pairs)
+
+
+def _drafts(accepted: list[list[int]]) -> Score:
+    """Accepted drafts of those that had a token to be compared with, at every position."""
+    pairs = [
+        (np.array(row, dtype=float), np.minimum(len(row) - np.arange(len(row)), DEEP)) for row in accepted
+    ]
+    return _share([(hits, could.astype(float)) for hits, could in pairs])
 
 
 def _walks(accepted: list[list[int]]) -> list[replay.Walk]:

@@ -54,8 +54,11 @@ def answered(engine: HFEngine, prompts: Sequence[tuple[str, list[int]]], max_tok
     return out
 
 
-def states_of(engine: HFEngine, rows: Sequence[Said]) -> list[RowStates]:
-    """States of the engine's layers for each conversation, on the CPU, aux states in bfloat16 as they are stored."""
+def states_of(
+    engine: HFEngine, rows: Sequence[Said], dtype: torch.dtype | None = torch.bfloat16
+) -> list[RowStates]:
+    """States of the engine's layers for each conversation, on the CPU; aux states in dtype (bfloat16, as a run stores them), or as the
+    engine computed them where it is None."""
     out: list[RowStates | None] = [None] * len(rows)
     batch: list[int] = []
     for i in [*sorted(range(len(rows)), key=lambda i: len(rows[i].ids)), None]:
@@ -63,8 +66,9 @@ def states_of(engine: HFEngine, rows: Sequence[Said]) -> list[RowStates]:
             seen = engine.states([rows[j].ids for j in batch])
             for place, j in enumerate(batch):
                 n = len(rows[j].ids)
+                aux = seen.aux_BTLD[place, :n]
                 out[j] = RowStates(
-                    rows[j].name, torch.tensor(rows[j].ids, dtype=torch.int32), seen.aux_BTLD[place, :n].bfloat16().cpu(),
+                    rows[j].name, torch.tensor(rows[j].ids, dtype=torch.int32), (aux if dtype is None else aux.to(dtype)).cpu().clone(),
                     seen.last_BTD[place, :n].cpu().clone(), seen.top1_BT[place, :n].cpu().to(torch.int32), rows[j].start,
                 )  # fmt: skip
             batch = []
