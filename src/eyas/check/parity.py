@@ -307,8 +307,8 @@ def signs(cells: Sequence[Cell]) -> set[str]:
     """What the cells that fall off have in common, and the others have not."""
     low = [c for c in cells if c.lower]
     if not low:
-        out = {"deep"} if any(c.falls for c in cells) else set()
-        return out | ({"more"} if any(c.higher for c in cells) else set())
+        others = {"deep": any(c.falls for c in cells), "more": any(c.higher for c in cells)}
+        return {sign for sign, there in others.items() if there}
     out: set[str] = set()
     effect = sum(c.apart.value * c.steps for c in low) / sum(c.steps for c in low)
     sound = [

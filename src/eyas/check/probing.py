@@ -14,7 +14,6 @@ from jinja2 import TemplateError
 
 from eyas.causes import Finding, error, info, unknown, warning
 from eyas.check import data_rules
-from eyas.contract import Card
 from eyas.drafter import facts, opening, probe
 from eyas.drafter.probe import Axis, Found, Rows
 from eyas.engines import hf, reading
@@ -65,7 +64,7 @@ def look(
     axes = {next((a for a, name in FIELD.items() if name == field), field) for field in open_}
     found = probe.run(held, seen, target, device)
     show(found)
-    made = list(findings(found, f.card, axes))
+    made = findings(found, axes)
     return made, {**found.as_json(), "answers": origin, "open": sorted(axes)}
 
 
@@ -76,7 +75,7 @@ def rows(
     stated: tuple[int, ...], target: Target, on: Path | None, prompts: Callable[[], Sequence[Prompt]], place: Place, device: str
 ) -> tuple[Rows, str]:  # fmt: skip
     if on is not None and data_rules.is_states(on):
-        return _stored(on)
+        return _stored(on, target)
     if why := reading.too_large(target, hf.choose_dtype(place.dtype, device).value, device):
         raise UsageError(
             f"probe: {why}. Give states that a run has extracted: --on RUN/states (the layer axis is then not probed)."
@@ -88,18 +87,22 @@ def rows(
         said = _written(engine, target, prompts(), place)
         origin = f"{len(said)} answers that the target wrote now"
     else:
-        said = _of_conversations(on)
+        said = _of_conversations(on, target)
         origin = f"{len(said)} conversations of {on}"
     if not said:
         raise ContractError("probe: the target gave no answer of two tokens or more")
     return Rows(reading.states_of(engine, said), wanted), origin
 
 
-def _stored(folder: Path) -> tuple[Rows, str]:
+def _stored(folder: Path, target: Target) -> tuple[Rows, str]:
     about = read_json(folder / "manifest.json") if (folder / "manifest.json").is_file() else {}
     ids = about.get("aux_layers")
     if not isinstance(ids, list):
         raise UsageError(f"probe: {folder}/manifest.json does not name the aux layers of its states")
+    inputs = about.get("inputs")
+    _refuse_other(
+        folder, {str(inputs["target"])} if isinstance(inputs, dict) and "target" in inputs else set(), target
+    )
     held = _held_out(folder.parent / "conversations")
     refs = list(states.refs(folder, about["content"]))
     chosen = [r for r in refs if r.row_id in held] or refs
@@ -109,16 +112,25 @@ def _stored(folder: Path) -> tuple[Rows, str]:
     return Rows(rows, tuple(ids)), f"{len(rows)} {kind}rows of {folder}, with the states of layers {ids}"
 
 
+def _refuse_other(folder: Path, writers: set[str], target: Target) -> None:
+    if writers - {target.fingerprint}:
+        raise UsageError(
+            f"probe: {folder} is of another target ({', '.join(sorted(writers))}) than {target.folder} ({target.fingerprint}): a drafter is "
+            "probed on what its own target writes"
+        )
+
+
 def _held_out(folder: Path) -> set[str]:
     if not data_rules.is_conversations(folder):
         return set()
     return {r.row_id for r in conversations.read(folder, "held_out")}
 
 
-def _of_conversations(folder: Path) -> list[Said]:
+def _of_conversations(folder: Path, target: Target) -> list[Said]:
     if not data_rules.is_conversations(folder):
         raise UsageError(f"probe: {folder} holds neither conversations nor states of eyas")
     rows = [r for r in conversations.read(folder) if len(r.completion_ids) > 1 and r.prompt_ids]
+    _refuse_other(folder, {r.target for r in rows}, target)
     rows = [r for r in rows if r.split == "held_out"] or rows
     rows = conversations.spread(rows, CONVERSATIONS, lambda r: r.domain)
     return [Said(r.row_id, r.ids, len(r.prompt_ids)) for r in rows]
@@ -202,8 +214,8 @@ def _numbers(a: Axis) -> list[str]:
     ]
 
 
-def findings(found: Found, card: Card, guessed: set[str]) -> list[Finding]:
-    """What the probe says against the folder, and what it could not tell."""
+def findings(found: Found, guessed: set[str]) -> list[Finding]:
+    """What the probe says against the folder, and what it could not tell. guessed: axes that the folder leaves open."""
     out = []
     for a in found.axes:
         if a.name in guessed:
@@ -214,9 +226,8 @@ def findings(found: Found, card: Card, guessed: set[str]) -> list[Finding]:
             out.append(info("probe", _open(a)))
         elif a.state == "not probed" and a.note:
             out.append(info("probe", f"{a.name}: not probed: {a.note}"))
-    best = max((r["a_1_found"] * r["pairs"] for r in found.ranges), default=0.0)
     share = sum(r["a_1_found"] * r["pairs"] for r in found.ranges) / max(found.pairs, 1)
-    if best >= 0 and share < LEAST_SKILL:
+    if share < LEAST_SKILL:
         out.append(warning("probe", f"the first draft is right at {share:.1%} of {found.pairs:,} positions under the best reading: these weights were not trained for "
             "this target, or on other text",
             "ask which target, tokenizer and revision it was trained for",

@@ -472,7 +472,7 @@ class _Probe:
 
 MAP_FIRST = "the vocabulary map must be mended first"
 WHY_NOT = {
-    "layers": "the states hold the stated layers alone; with the target and conversations the others are read too",
+    "layers": "there are no states of neighbouring layers (stored states hold the stated ones alone; the target and conversations give the others)",
     "map": "the whole vocabulary is drafted: there is no map",
     "fc_norm": "there is no such norm among the tensors",
     "before_residual": "", "rope": "", "fed_back": "",
