@@ -206,6 +206,20 @@ def test_random_weights_are_undetermined_everywhere_and_raise_no_alarm(seen):
     assert all(a.state in ("undetermined", "not probed") for a in found.axes if a.name != "teacher")
 
 
+def test_a_map_is_not_blamed_for_weights_that_know_little(seen):
+    """Random weights with a reduced vocabulary: a map learned from the answers does better than theirs, and means nothing."""
+    from tests.conftest import drafter as random_drafter
+
+    target, rows = seen
+    c = skilled_contract(target)
+    for seed in range(4):
+        made = random_drafter(seed, norms=Norms(False, "chunks", False), draft_vocab=100, **{
+            k: getattr(c, k) for k in ("hidden", "mlp", "heads", "kv_heads", "head_dim", "vocab", "target_layers", "aux_layers")
+        })  # fmt: skip
+        found = probe.run(opening.Held(made, target.embedding_VD().float(), False), rows, target, "cpu")
+        assert found.axis("map").state == "undetermined", found.axis("map")
+
+
 def skilled_contract(target):
     from eyas.contract import for_target
 

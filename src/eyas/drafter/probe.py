@@ -50,6 +50,10 @@ CLOSER = (
     "before_residual",
     "rope",
 )  # looked at by more than the first draft where that does not decide
+OFTEN, ONE_TO_ONE = (
+    3,
+    0.6,
+)  # drafts of an id that say what it stands for, and the share of such ids that stand for a token of their own
 AXES = ("map", "layers", "fc_norm", "before_residual", "rope", "fed_back")
 
 
@@ -359,7 +363,10 @@ class _Probe:
             setting = stated | {"map": "learned"}
         alone = _walks(self.accepted(stated, DEEP))
         best = _walks(self.accepted(setting, DEEP)) if setting != stated else alone
-        axes = (*found.values(), self.taught(setting))
+        taught = self.taught(setting)
+        if setting["map"] == "learned":
+            taught = replace(taught, found=taught.stated, state="not probed", note=MAP_FIRST)
+        axes = (*found.values(), taught)
         ranges = self.ranges(setting, stated)
         every = [sum(len(t) for t in self.first(setting)[1])]
         self.configure(stated)
@@ -410,13 +417,20 @@ class _Probe:
         return ["offsets", *(["absolute"] if inside else []), "learned"]
 
     def another(self, made: Axis, setting: dict[str, Any]) -> Axis:
-        """A map learned from the answers does better: another map, unless it only mends a few ids or a drafter without skill."""
-        share = self.table = _learned(*self.first(setting))[1]
+        """A map learned from the answers does better: another map, if most drafts stand for other tokens under it, each for its own.
+        Where it only mends a few ids, or sends many to the same frequent tokens, it is the drafter that knows little."""
+        self.table = _learned(*self.first(setting))[1]
         d2t = self.map_of("offsets").cpu().numpy()
-        moved = [n for w, (t, n) in share.items() if w + d2t[w] != t]
-        if sum(moved) > ELSEWHERE * sum(n for _, n in share.values()):
+        often = {w: (t, n) for w, (t, n) in self.table.items() if n >= OFTEN}
+        moved = sum(n for w, (t, n) in often.items() if w + d2t[w] != t)
+        own = len({t for t, _ in often.values()}) / max(len(often), 1)
+        if often and moved > ELSEWHERE * sum(n for _, n in often.values()) and own >= ONE_TO_ONE:
             return replace(made, found="another", note="the head's rows stand for other ids than d2t says")
         options = tuple(o for o in made.options if o.value != "learned")
+        if len(options) == 1:
+            return Axis(
+                "map", made.stated, made.stated, "undetermined", made.measure, made.options, made.margin
+            )
         return decide("map", made.stated, list(options), made.measure)
 
     def taught(self, setting: dict[str, Any]) -> Axis:
