@@ -129,7 +129,7 @@ def rebuilt(tensors):
 
 
 PLANTED = {
-    "theta 1e6 to 1e4": (edit(lambda c: c.pop("rope_theta")), ContractError, "trained with rope: theta 1e\\+06"),
+    "theta 1e6 to 1e4": (edit(lambda c: c.pop("rope_theta")), ContractError, "trained with rope: theta .*1e\\+06.* its config says theta 10000"),
     "head_dim that is no longer that of the weights": (
         edit(lambda c: c.update(head_dim=8)), (RecipeError, ContractError), "head_dim 8|width of a head",
     ),

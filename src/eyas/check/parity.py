@@ -229,7 +229,7 @@ def _counted(before: Counters | None, after: Counters | None, url: str) -> tuple
             f"served parity: {url}/metrics does not count drafts: is it vLLM, with its statistics on?"
         )
     since = after.since(before)
-    if not since.drafts:
+    if not since.drafts or not since.drafted:
         raise UsageError(
             f"served parity: {url} drafts nothing: its speculation is off. Look at its command line."
         )
