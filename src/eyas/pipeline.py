@@ -110,10 +110,13 @@ def _refuse_broken_parent(resolved: Resolved) -> None:
         return
     from eyas.check import stage
 
-    found, _ = stage.check(recipe.find_drafter(word), resolved.target)
+    path = recipe.find_drafter(word)
+    found, _ = stage.check(path, resolved.target)
     bad = [f"[{f.rule}] {f.message}" for f in found if f.severity == "error"]
     if bad:
-        raise RecipeError(f'"train.init_from": {word}: {"; ".join(bad[:6])}. eyas check {word} says more.')
+        raise RecipeError(
+            f'"train.init_from": {word}: {"; ".join(bad[:6])}. eyas check {path if path.is_dir() else path.parent} says more.'
+        )
 
 
 def introduce(resolved: Resolved, rundir: RunDir) -> None:
@@ -131,7 +134,7 @@ def prepare(resolved: Resolved, rundir: RunDir, values: dict[str, Value]) -> Non
     _refuse_broken_parent(resolved)
     for key in ("device", "target.dtype", "target.aux_layers"):
         say(f"{key.rpartition('.')[2]:<9} {values[key].value}: {values[key].reason}")
-    given = resolved.recipe.model_dump(mode="json", by_alias=True)
+    given = warm.without_inherited(resolved.recipe.model_dump(mode="json", by_alias=True), values)
     write_text(rundir / "recipe.yaml", yaml.safe_dump(given, sort_keys=False, allow_unicode=True))
     write_json(rundir / "resolved.json", {k: v._asdict() for k, v in values.items()})
     path = rundir / "run.json"

@@ -54,7 +54,7 @@ def settle(read: Recipe, values: dict[str, Value], target: Target | None) -> Rec
         elif target:
             raise RecipeError(
                 f'"train.init_from": {word} does not state its {FIELDS[name]} ({fact.where}). Set {key} to what it was trained with; '
-                f"eyas check {word} --target {target.folder} --probe finds it out."
+                f"eyas check {f.config_file.parent} --target {target.folder} --probe finds it out."
             )
     layers = values["target.aux_layers"].value
     if f.card["aux_layers"].known and len(layers) != len(f.card["aux_layers"].value):
@@ -72,6 +72,18 @@ def settle(read: Recipe, values: dict[str, Value], target: Target | None) -> Rec
     return read.model_copy(
         update={"train": train, "target": read.target.model_copy(update={"aux_layers": layers})}
     )
+
+
+def without_inherited(body: dict[str, Any], values: dict[str, Value]) -> dict[str, Any]:
+    """A recipe's body without what its parent decided: read again, it must not be taken for the recipe's own word."""
+    for key in KEYS if body["train"]["init_from"] else ():
+        if values[key].source == "derived":
+            *sections, name = key.split(".")
+            part = body
+            for section in sections:
+                part = part[section]
+            part.pop(name, None)
+    return body
 
 
 def _theirs(f: Facts, name: str) -> Any:

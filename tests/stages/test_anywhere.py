@@ -216,3 +216,55 @@ def test_what_our_network_does_not_compute_is_refused_before_anything_is_made(
 def test_a_target_is_no_parent(deep, tmp_path):
     with pytest.raises(RecipeError, match="no fc.weight"):
         pipeline.open_run(str(deep[0]), (f"train.init_from={deep[2].folder}",), str(tmp_path / "run"))
+
+
+def test_a_parent_that_was_mended_goes_on_with_the_same_command(deep, parent, skill, tmp_path):
+    recipe, run, _ = deep
+    folder, mine = shutil.copytree(parent, tmp_path / "parent"), shutil.copytree(run, tmp_path / "run")
+    RunDir(mine).clear("train")
+    whole = (folder / "config.json").read_text()
+    edit(lambda c: c.update(norm_output=True))(folder)
+    words = (str(recipe), (f"train.init_from={folder}",), str(mine), None, "train")
+    with pytest.raises(ContractError, match="the state that is fed back: hidden"):
+        pipeline.run(*words)
+    (folder / "config.json").write_text(whole)
+    made = pipeline.run(*words)
+    assert made["train"]["parent"]["came"]["tau"] == pytest.approx(skill, abs=1e-9)
+
+
+def test_a_kill_after_the_probe_is_resumed_to_the_same_end(deep, parent, tmp_path, monkeypatch):
+    """The probe is done, nothing is trained: the second run measures the parent again and ends as an undisturbed one."""
+    recipe, run, _ = deep
+    words = (f"train.init_from={parent}", "train.epochs=1")
+    made, whole = start(deep, tmp_path / "whole", parent, "train.epochs=1")
+    mine = shutil.copytree(run, tmp_path / "again")
+    RunDir(mine).clear("train")
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_):
+        raise Killed
+
+    with monkeypatch.context() as m:
+        m.setattr("eyas.train.parent.compare", killed)
+        with pytest.raises(Killed):
+            pipeline.run(str(recipe), words, str(mine), None, "train")
+    assert (mine / "train" / "parent.json").is_file() and not (mine / "drafter").exists()
+    again = pipeline.run(str(recipe), words, str(mine), None, "train")
+    assert again["train"]["parent"] == made["train"]["parent"]
+    assert (mine / "drafter/best/model.safetensors").read_bytes() == (
+        whole / "drafter/best/model.safetensors"
+    ).read_bytes()
+
+
+def test_what_a_parent_decided_is_not_the_recipes_word_when_a_run_is_read_again(deep, parent, tmp_path):
+    """A run of one parent, and then `eyas run RUN` with another: the other's conventions are taken."""
+    other = shutil.copytree(parent, tmp_path / "other")
+    edit(lambda c: c.update(norm_output=True))(other)
+    recipe, run, _ = deep
+    mine = shutil.copytree(run, tmp_path / "run")
+    RunDir(mine).clear("train")
+    pipeline.run(str(recipe), (f"train.init_from={parent}",), str(mine), None, "plan")
+    resolved, _, values = pipeline.open_run(str(mine), (f"train.init_from={other}",), str(mine))
+    assert resolved.recipe.train.norms.output and values["train.norms.output"].source == "derived"

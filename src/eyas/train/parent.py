@@ -113,12 +113,13 @@ def examine(
     step = max(1, len(held_out) // PROBED)
     rows = [r.load() for r in held_out[::step][:PROBED]]
     found = probe.run(start.held, _with_neighbours(start, resolved, rows), resolved.target, resolved.device)
+    start.held.drafter.to("cpu")  # where the drafter that training starts with is made from it
     wrong = [probe.sentence(a) for a in found.axes if a.state == "differs"]
     open_ = [a.name for a in found.axes if a.state in ("undetermined", "not probed")]
     if wrong:
         raise ContractError(
             f"train.init_from: {start.word}: {'; '.join(wrong)}. Its config does not say what its weights were trained for: mend it "
-            f"(eyas check {start.word} --target {resolved.target.folder} --probe), then type the same command again."
+            f"(eyas check {start.facts.config_file.parent} --target {resolved.target.folder} --probe), then type the same command again."
         )
     said = f"; not decided: {', '.join(open_)}" if open_ else ""
     say(
@@ -160,6 +161,7 @@ def compare(
     accepted = replay.accepted_lengths(
         drafter, start.held.embedding_VD.to(resolved.device), (r.load() for r in held_out), k
     )
+    start.held.drafter.to("cpu")
     walks = [replay.walk(a, k) for a in accepted]
     own, now = replay.tau(walks), metrics["tau"][str(k)]["value"]
     apart = evaluation.gain([[w.steps, sum(w.accepted_at)] for w in walks], metrics["walks"])
