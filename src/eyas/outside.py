@@ -1,6 +1,7 @@
-"""Measurements outside of a run's life: running servers, what drafting will cost, a verdict on anybody's bench.json.
+"""Measurements outside of a run's life: running servers, what drafting will cost, what weights were trained for, a verdict on anybody's
+bench.json.
 
-eyas bench --url U --baseline U        eyas plan RECIPE --profile        eyas verdict BENCH.json
+eyas bench --url U --baseline U        eyas plan RECIPE --profile        eyas check DRAFTER --probe        eyas verdict BENCH.json
 """
 
 import itertools
@@ -49,8 +50,8 @@ def probe(
     dtype: str = "auto",
     remote_code: bool = False,
 ) -> tuple[list[Finding], dict[str, Any]]:
-    """With `url`, whether that server accepts what the replay says (check/parity.py). Without it, what the weights in a drafter's folder were trained for, by check/probing.py; with prompts that ship with eyas, of which our own
-    drafters never learn, where `on` gives no answers of the target."""
+    """What the weights in a drafter's folder were trained for (check/probing.py), on the answers in `on` or on answers written now to
+    prompts that ship with eyas; with `url`, whether that server accepts what the replay of its answers says (check/parity.py)."""
     from eyas.check import parity, probing
 
     place = probing.Place(dtype, remote_code)
@@ -80,10 +81,13 @@ def _system(text: str | None) -> list[dict[str, str]]:
 def probe_run(word: str, sets: tuple[str, ...], folder: str | None, url: str | None) -> dict[str, Any]:
     """check of a run, and the probe of its drafter on its held-out conversations, or of a server that has it; leaves probe.json, or
     parity.json, beside check.json."""
+    from eyas.engines import reading
+
     made = run_one("check", word, sets, folder)
     resolved, rundir, _ = open_run(word, sets, folder)
     with rundir.lock(), interrupt.patient(), surroundings("check"):
-        on, code = rundir / "conversations", resolved.recipe.target.trust_remote_code
+        large = reading.too_large(resolved.target, resolved.dtype, resolved.device)
+        on, code = rundir / ("states" if large else "conversations"), resolved.recipe.target.trust_remote_code
         found, body = probe(rundir / "drafter" / "best", resolved.target, on, url, resolved.dtype, code)
         write_json(rundir / ("parity.json" if url else "probe.json"), body)
     return with_probe(made, found, body, "parity" if url else "probe")

@@ -205,7 +205,7 @@ def _wave(
             return await client.gather(asking.stream, COMPLETIONS, bodies, at_once)
 
     replies: list[Reply] = client.run(work())
-    if any(r.ids is None for r in replies):
+    if all(r.ids is None for r in replies):  # an empty answer alone has none either
         raise UsageError(
             f"served parity: {url} returns no token ids (return_token_ids, which vLLM answers since 0.10.2): its steps cannot be told"
         )

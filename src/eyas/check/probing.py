@@ -76,12 +76,12 @@ def rows(
 ) -> tuple[Rows, str]:  # fmt: skip
     if on is not None and data_rules.is_states(on):
         return _stored(on, target)
-    if why := reading.too_large(target, hf.choose_dtype(place.dtype, device).value, device):
+    dtype = hf.choose_dtype(place.dtype, device).value
+    if why := reading.too_large(target, dtype, device):
         raise UsageError(
             f"probe: {why}. Give states that a run has extracted: --on RUN/states (the layer axis is then not probed)."
         )
-    wanted = tuple(sorted({i + s for i in stated for s in (-1, 0, 1) if 0 <= i + s <= target.layers}))
-    dtype = hf.choose_dtype(place.dtype, device).value
+    wanted = probe.candidates(stated, target)
     engine = hf.HFEngine(target, dtype, device, wanted, place.remote_code)
     if on is None:
         said = _written(engine, target, prompts(), place)
@@ -250,6 +250,11 @@ def _fix(a: Axis) -> str:
             if a.stated == "none"
             else f"state fc_norm or norm_before_fc as trained ({a.found})"
         )
+    if a.name == "layers":
+        return (
+            f"state {list(a.found)} as {KEYS['layers']} at the top level (id i = input of layer i); eyas convert then writes each engine's "
+            "numbering"
+        )
     value = (
         {"normed": "true", "hidden": "false"}.get(a.found, probe.short(a.found))
         if a.name == "fed_back"
@@ -266,7 +271,7 @@ def _open(a: Axis) -> str:
         if o.value != a.stated
         and abs(o.score.value - a.of(a.stated)) <= abs(a.margin.high if a.margin else 0)
     ]
-    names = ", ".join(probe.short(o.value) for o in near) or probe.short(a.stated)
+    names = ", ".join(probe.short(o.value) for o in near) or "the others"
     return f"{a.name}: undetermined: {probe.short(a.stated)} as stated ({a.measure} {abs(a.of(a.stated)):.3f}) cannot be told from {names} on these rows"
 
 
@@ -279,7 +284,7 @@ def _answer(a: Axis) -> Finding:
             f"ask who trained it, and state {KEYS.get(a.name, a.name)}",
         )
     options = sorted(a.options, key=lambda o: -o.score.value)
-    if not options:
+    if a.state == "not probed":
         return unknown(
             "probe",
             f"{a.name}: not probed: {a.note}",

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.contract import SCALINGS, Contract, Rope
+from eyas.contract import SCALINGS, Rope
 from eyas.drafter import replay
 from eyas.drafter.batch import pack, usable
 from eyas.drafter.cards import rope_of
@@ -185,9 +185,9 @@ def sentence(a: Axis) -> str:
     return f"trained with {what}: {short(a.found)}{also}, and its config says {short(a.stated)}: {numbers}"
 
 
-def candidates(c: Contract, target: Target) -> tuple[int, ...]:
+def candidates(stated: Sequence[int], target: Target) -> tuple[int, ...]:
     """The layers whose states tell about the layer axis: the stated ids, and those one lower and one higher."""
-    return tuple(sorted({i + s for i in c.aux_layers for s in (-1, 0, 1) if 0 <= i + s <= target.layers}))
+    return tuple(sorted({i + s for i in stated for s in (-1, 0, 1) if 0 <= i + s <= target.layers}))
 
 
 def teaching(target: Target, kept_W: Tensor, device: torch.device | str) -> Teaching:

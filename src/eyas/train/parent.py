@@ -138,7 +138,7 @@ def _with_neighbours(start: Parent, resolved: Resolved, rows: list[RowStates]) -
     if why := reading.too_large(resolved.target, resolved.dtype, resolved.device):
         say(f"  its layers are not probed: {why}")
         return stored
-    wanted = probe.candidates(start.contract, resolved.target)
+    wanted = probe.candidates(start.contract.aux_layers, resolved.target)
     engine = HFEngine(
         resolved.target, resolved.dtype, resolved.device, wanted, resolved.recipe.target.trust_remote_code
     )
