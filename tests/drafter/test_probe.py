@@ -237,6 +237,20 @@ def test_decide_by_hand():
     assert (same.state, same.found) == ("undetermined", "a")
 
 
+def test_a_few_hits_in_a_few_conversations_decide_nothing():
+    """Ten conversations of 31 positions, as a short run holds out: six of them with one hit more are chance, though resampling hardly ever
+    gives less; all of them with three more are not. The best of nine options must be better still."""
+    base = np.full(10, 20.0)
+    score = lambda more: Score(base + np.array(more, dtype=float), np.full(10, 31.0))  # noqa: E731
+    own, few, all_ = score([0] * 10), score([1] * 6 + [0] * 4), score([3] * 10)
+    assert few.above(own).low > 0 and not few.surely_above(own) and all_.surely_above(own)
+    options = [Option("a", own), Option("b", few)]
+    assert probe.decide("x", "a", options, "a_1").state == "undetermined"
+    assert probe.decide("x", "a", [*options, Option("c", all_)], "a_1").found == "c"
+    nine = score([2] * 9 + [0])
+    assert nine.surely_above(own) and not nine.surely_above(own, looks=9)
+
+
 def test_the_axes_count_what_they_say():
     """Later drafts: of a row [2, 0, 1] the second draft could be right at the first position alone, since nothing comes after the last."""
     later = probe._later([[2, 0, 1]])

@@ -12,8 +12,9 @@ replayed with the others in place of it, one axis at a time, and what the weight
     teacher            final norm applied once, not at all, or twice      divergence of the first draft (lowest)
 
 An axis is decided where the best is better than each other one beyond the interval of the difference, which comes from resampling the
-conversations with both sides in each. Where another value is surely better, it takes the stated one's place and the axes are
-looked at once more, so that two faults do not hide each other. Definitions of a_1, a_2: DESIGN "Words".
+conversations with both sides in each, and beyond what flipping the signs of their differences by chance gives, with as many options as
+were looked at. Where another value is surely better, it takes the stated one's place and the axes are looked at once more, so that two
+faults do not hide each other. Definitions of a_1, a_2: DESIGN "Words".
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ from eyas.stores.states import RowStates
 from eyas.target import Target
 
 CONFIDENCE = 0.99  # of the intervals: many are looked at
+FLIPS = 10_000  # of signs
 PASSES = 3  # over the axes, at most
 DEEP = 3  # drafts, where later positions count
 THETAS = (1e4, 5e4, 1e5, 5e5, 1e6, 5e6, 1e7)
@@ -90,6 +92,19 @@ class Score(NamedTuple):
             return float(shares[0] - shares[1])
 
         return replay.bootstrap(len(self.hits_R), difference, CONFIDENCE)
+
+    def surely_above(self, other: "Score", looks: int = 1) -> bool:
+        """Whether this is better than the other beyond chance: by the interval, and by flipping the sign of each conversation's part in the
+        difference at random, which few conversations with a few more hits do not survive. looks: at so many options, of which any could
+        have come out best."""
+        if self.above(other).low <= 0:
+            return False
+        sums = [max(s.of_R.sum(), 1e-9) for s in (self, other)]
+        pooled = (self.hits_R.sum() + other.hits_R.sum()) / sum(sums)
+        part_R = (self.hits_R - pooled * self.of_R) / sums[0] - (other.hits_R - pooled * other.of_R) / sums[1]
+        signs = np.random.default_rng(0).choice((-1.0, 1.0), (FLIPS, len(part_R)))
+        by_chance = (1 + int((signs @ part_R >= part_R.sum() - 1e-12).sum())) / (1 + FLIPS)
+        return bool(by_chance < (1 - CONFIDENCE) / 2 / looks)
 
 
 class Option(NamedTuple):
@@ -399,12 +414,13 @@ class _Probe:
         near = [
             o
             for o in made.options
-            if o.value == made.stated or o is best or best.score.above(o.score).low <= 0
+            if o.value == made.stated or o is best or not best.score.surely_above(o.score)
         ]
         options = [
             Option(o.value, _drafts(self.accepted(setting | {made.name: o.value}, DEEP))) for o in near
         ]
-        again = decide(made.name, made.stated, options, f"accepted drafts of {DEEP}")
+        looks = 2 * (len(made.options) - 1)  # this one is the second
+        again = decide(made.name, made.stated, options, f"accepted drafts of {DEEP}", looks)
         return made if again.state == "undetermined" else again
 
     def map_values(self, setting: dict[str, Any]) -> list[str]:
@@ -493,21 +509,21 @@ WHY_NOT = {
 }  # fmt: skip
 
 
-def decide(axis: str, stated: Any, options: list[Option], measure: str) -> Axis:
+def decide(axis: str, stated: Any, options: list[Option], measure: str, looks: int | None = None) -> Axis:
     """Agrees: the stated value is surely better than each other. Differs: another one is surely better than it; of several that do equally
     well the one that was named first. Else undetermined."""
     ranked = sorted(options, key=lambda o: -o.score.value)
     best, own = ranked[0], next(o for o in options if o.value == stated)
     margin = best.score.above(ranked[1].score)
     if best is own:
-        sure = all(own.score.above(o.score).low > 0 for o in options if o is not own)
+        sure = all(own.score.surely_above(o.score) for o in options if o is not own)
         return Axis(
             axis, stated, stated, "agrees" if sure else "undetermined", measure, tuple(options), margin
         )
     loss = best.score.above(own.score)
-    if loss.low <= 0:
+    if not best.score.surely_above(own.score, looks or len(options) - 1):
         return Axis(axis, stated, stated, "undetermined", measure, tuple(options), margin)
-    equal = [o.value for o in options if o is best or (o is not own and best.score.above(o.score).low <= 0)]
+    equal = [o.value for o in options if o is best or (o is not own and not best.score.surely_above(o.score))]
     note = (
         f"{', '.join(short(v) for v in equal[1:])} would do as well on these rows" if len(equal) > 1 else ""
     )

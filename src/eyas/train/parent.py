@@ -28,7 +28,7 @@ from eyas.recipe import Resolved
 from eyas.stores.states import RowRef, RowStates
 from eyas.train import evaluation
 
-PROBED = 48  # held-out conversations
+PROBED = 48  # conversations
 LOST = 0.02  # tau, which rounding does not lose
 KEPT = 0.5  # of what it accepted, at least, where the recipe changes its conventions or its vocabulary
 
@@ -102,16 +102,19 @@ def child(start: Parent, c: Contract, kept_W: Tensor, head_WD: Tensor) -> tuple[
 
 
 def examine(
-    start: Parent, resolved: Resolved, held_out: Sequence[RowRef | RowStates]
+    start: Parent,
+    resolved: Resolved,
+    held_out: Sequence[RowRef | RowStates],
+    train: Sequence[RowRef | RowStates],
 ) -> dict[str, Any] | None:
-    """Probe a parent that eyas did not train for this target; returns what was found, or None where there is nothing to probe.
+    """Probe a parent that eyas did not train for this target; returns what was found, or None where there is nothing to probe. Training
+    rows tell as well as held-out ones under which conventions weights work, and few conversations decide little.
 
     Raises ContractError, naming each convention under which its weights were not trained.
     """
     if start.facts.contract and start.contract.target_fingerprint == resolved.target.fingerprint:
         return None
-    step = max(1, len(held_out) // PROBED)
-    rows = [r.load() for r in held_out[::step][:PROBED]]
+    rows = [r.load() for side in (_some(held_out, PROBED), _some(train, PROBED)) for r in side][:PROBED]
     found = probe.run(start.held, _with_neighbours(start, resolved, rows), resolved.target, resolved.device)
     start.held.drafter.to("cpu")  # where the drafter that training starts with is made from it
     wrong = [probe.sentence(a) for a in found.axes if a.state == "differs"]
@@ -123,9 +126,14 @@ def examine(
         )
     said = f"; not decided: {', '.join(open_)}" if open_ else ""
     say(
-        f"  its conventions, by {found.pairs:,} positions of {found.conversations} held-out conversations: as it states them{said}"
+        f"  its conventions, by {found.pairs:,} positions of {found.conversations} conversations: as it states them{said}"
     )
     return _as_json(found)
+
+
+def _some(rows: Sequence[RowRef | RowStates], count: int) -> Sequence[RowRef | RowStates]:
+    """At most so many, from the whole length."""
+    return rows[:: max(1, len(rows) // count)][:count]
 
 
 def _as_json(found: Found) -> dict[str, Any]:

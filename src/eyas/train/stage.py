@@ -56,7 +56,7 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     data = load(resolved, rundir, (start and start.trained_on) or frozenset())
     begun = rundir / "train" / "parent.json"
     if start and not begun.is_file():
-        write_json(begun, {"axes": parent.examine(start, resolved, data.held_out), "came": None})
+        write_json(begun, {"axes": parent.examine(start, resolved, data.held_out, data.train), "came": None})
     vocab = draft_vocabulary(resolved, data, start)
     trainer = Trainer(resolved, rundir, resident(data, resolved.device), vocab, start)
     began = time.perf_counter()
