@@ -13,7 +13,7 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "eyas needs Python 3.11, 3.12 or 3.13; name one: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
 	@echo "setting up $(VENV) (PyTorch, transformers and what eyas needs; some minutes) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[fetch,tensorboard,dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[fetch,tensorboard,data,dev]'
 	@touch $@
 
 demo: setup

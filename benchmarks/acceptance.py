@@ -69,7 +69,7 @@ def answered(
     prompts = []
     for path in sets:
         section = PromptsSection.model_validate({"sources": [{"path": str(path)}], "held_out": 0.5})
-        for p in prompt_files.read(section)[0]:
+        for p in prompt_files.read(section).prompts:
             text = [{"role": "user", "content": p.turns[0]}]
             rendered = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=True)
             prompts.append((path.stem, rendered["input_ids"]))

@@ -68,7 +68,8 @@ def test_help_loads_no_heavy_library():
 COMMON = ["--json", "--run", "--set", "recipe"]
 FROZEN = {
     "run": [*COMMON, "--from", "--until"],
-    **{name: COMMON for name in ("generate", "extract", "train", "verdict", "report")},
+    **{name: COMMON for name in ("extract", "train", "verdict", "report")},
+    "generate": [*COMMON, "--show"],
     "plan": [*COMMON, "--profile"],
     "bench": [*COMMON, "--url", "--baseline"],
     "check": [*COMMON, "--target", "--engine", "--engine-version", "--fix", "--probe", "--on", "--url"],

@@ -15,7 +15,6 @@ from eyas import __version__
 from eyas.errors import EyasError
 
 STAGE_HELP = {
-    "generate": "Prompts to conversations, answered by the target itself.",
     "extract": "Conversations to hidden states of the target.",
     "train": "States to a drafter, with replayed acceptance per epoch.",
     "report": "All of a run on one page.",
@@ -85,6 +84,24 @@ def _stage_verb(name: str) -> None:
 
 for _name in STAGE_HELP:
     _stage_verb(_name)
+
+
+@eyas.command()
+@common
+@click.option(
+    "--show",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Only print N rows that are there, with what is supervised.",
+)
+def generate(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool, show: int | None) -> None:
+    """Prompts to conversations, answered by the target itself."""
+    from eyas import outside, pipeline
+
+    if show:
+        outside.show_rows(recipe, sets, folder, show)
+    else:
+        emit(pipeline.run_one("generate", recipe, sets, folder), as_json)
 
 
 @eyas.command()

@@ -190,3 +190,15 @@ def judge_file(path: Path, sets: tuple[str, ...]) -> dict[str, Any]:
     stage.show(body)
     write_json(path.with_name("verdict.json"), body)
     return body
+
+
+def show_rows(word: str, sets: tuple[str, ...], folder: str | None, count: int) -> None:
+    """Print rows of a run's conversations, finished or not. Raises UsageError where there are none."""
+    from eyas.generate import show
+    from eyas.stores import conversations
+
+    resolved, rundir, _ = open_run(word, sets, folder)
+    if not conversations.parts(rundir / "conversations"):
+        raise UsageError(f"{rundir / 'conversations'} has no rows yet: eyas generate {word}")
+    code = resolved.recipe.target.trust_remote_code
+    show.show(rundir / "conversations", resolved.target.tokenizer(code), count)

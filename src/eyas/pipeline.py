@@ -30,6 +30,8 @@ class Stage(NamedTuple):
     needs: tuple[str, ...]  # stages whose artifacts it reads
     keys: tuple[str, ...]  # recipe keys or sections that decide its result
     costly: bool  # refused when stale; cheap ones are redone
+    free: tuple[str, ...] = ()  # keys under them that change nothing of the result
+    kept: tuple[str, ...] = ()  # those whose change leaves what is there valid: the stage goes on with it
 
 
 STAGES = (
@@ -39,7 +41,14 @@ STAGES = (
         ("target.facts", "engine.name", "prompts", "generate", "extract", "train", "bench"),
         costly=False,
     ),
-    Stage("generate", (), ("engine.name", "prompts", "generate"), costly=True),
+    Stage(
+        "generate",
+        (),
+        ("engine.name", "prompts", "generate"),
+        costly=True,
+        free=("generate.concurrency", "generate.endpoints", "generate.answer_s"),
+        kept=("prompts", "generate.samples"),
+    ),
     Stage("extract", ("generate",), ("engine.name", "extract"), costly=True),
     Stage("train", ("generate", "extract"), ("train",), costly=True),
     Stage("check", ("train",), (), costly=False),
@@ -183,15 +192,22 @@ def inputs_of(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any
     if stage.name not in ("generate", "plan"):
         out["target.aux_layers"] = resolved.aux_layers
     for key, value in recipe.flat(resolved.recipe).items():
-        if any(key == k or key.startswith(f"{k}.") for k in stage.keys):
+        if _under(key, stage.keys) and key not in stage.free:
             out[key] = value
     if "prompts" in stage.keys:
-        from eyas.generate.prompts import source_path
+        from eyas.generate import sources
 
         out["prompts.sources"] = [
-            f"{s.path} {_of_file(source_path(s.path))}" if s.path else f"self {s.self_}"
+            " ".join(
+                [
+                    *(f"{k} {v}" for k, v in s.model_dump(by_alias=True, exclude_defaults=True).items()),
+                    *map(_of_file, sources.files(s)),
+                ]
+            )
             for s in resolved.recipe.prompts.sources
         ]
+        if tools := resolved.recipe.generate.tools:
+            out["generate.tools"] = f"{tools} {_of_file(Path(tools.rpartition(':')[0]))}"
         out["prompts.keep_out"] = [f"{p} {_of_file(Path(p))}" for p in resolved.recipe.prompts.keep_out]
     if "train" in stage.keys and resolved.recipe.train.init_from:
         word = resolved.recipe.train.init_from
@@ -203,6 +219,10 @@ def inputs_of(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any
     return out
 
 
+def _under(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == s or key.startswith(f"{s}.") for s in sections)
+
+
 def _of_file(path: Path) -> str:
     return fingerprint(file_hash(path)) if path.is_file() else "missing"
 
@@ -210,7 +230,9 @@ def _of_file(path: Path) -> str:
 def stale(stage: Stage, resolved: Resolved, rundir: RunDir) -> list[str]:
     """Why a stage's artifacts no longer fit the recipe; the report is never stale, since it is always written anew."""
     return (
-        [] if stage.name == "report" else rundir.differences(stage.name, inputs_of(stage, resolved, rundir))
+        []
+        if stage.name == "report"
+        else [*rundir.differences(stage.name, inputs_of(stage, resolved, rundir)).values()]
     )
 
 
@@ -225,11 +247,16 @@ def work(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
             "Put the model there, or set target.model."
         )
     inputs = inputs_of(stage, resolved, rundir)
-    differences = stale(stage, resolved, rundir)
+    differences = {} if stage.name == "report" else rundir.differences(stage.name, inputs)
     if differences and stage.costly:
-        rundir.refuse_stale(stage.name, differences)
-    if differences:
-        say(f"{stage.name}: redone, since {'; '.join(differences)}")
+        if hard := [said for key, said in differences.items() if not _under(key, stage.kept)]:
+            rundir.refuse_stale(stage.name, hard)
+        say(
+            f"{stage.name}: goes on with what is there and still wanted, since {'; '.join(differences.values())}"
+        )
+        rundir.reopen(stage.name)
+    elif differences:
+        say(f"{stage.name}: redone, since {'; '.join(differences.values())}")
         rundir.clear(stage.name)
     elif stage.name != "report" and rundir.finished(stage.name):
         say(f"{stage.name}: done already")
@@ -275,7 +302,7 @@ def _runner(name: str) -> Callable[[Resolved, RunDir], dict[str, Any]]:
         from eyas.plan import stage
 
         def planned(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
-            known = prompts.read(resolved.recipe.prompts)[0] if resolved.target.files else []
+            known = prompts.read(resolved.recipe.prompts).prompts if resolved.target.files else []
             return stage.run(resolved, rundir, known)
 
         return planned
@@ -306,7 +333,7 @@ def run_one(name: str, word: str, sets: tuple[str, ...], folder: str | None) -> 
     with rundir.lock(), interrupt.patient():
         prepare(resolved, rundir, values)
         for needed in BY_NAME[name].needs:
-            differences = rundir.differences(needed, inputs_of(BY_NAME[needed], resolved, rundir))
+            differences = stale(BY_NAME[needed], resolved, rundir)
             if differences and rundir.finished(needed):
                 rundir.refuse_stale(needed, differences)
         return work(BY_NAME[name], resolved, rundir)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from eyas.errors import StaleError, SurroundingsError, UsageError
 
-FORMAT = 4  # 4: extract says how its states came; 3: cells have a load, conversations a text; 2: train names its parent, conversations their prompt keys
+FORMAT = 5  # 5: conversations have thoughts, calls, tools and flags; 4: extract says how its states came; 3: cells have a load, conversations a text; 2: train names its parent, conversations their prompt keys
 TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")  # as tempfile names them, with our prefix
 
 
@@ -166,6 +166,10 @@ class RunDir:
             else:
                 path.unlink(missing_ok=True)
 
+    def reopen(self, stage: str) -> None:
+        """Take a stage's manifest away, so that it goes on with what it left."""
+        (self.root / OUTPUTS[stage].manifest).unlink(missing_ok=True)
+
     def sweep(self) -> None:
         """Remove the temporary files and folders that a killed run left (call it under the lock)."""
         for path in sorted(self.root.rglob(".*"), reverse=True):
@@ -179,19 +183,19 @@ class RunDir:
         """Whether anything of this stage is there."""
         return any((self.root / name).exists() for name in OUTPUTS[stage].paths)
 
-    def differences(self, stage: str, wanted: dict[str, Any]) -> list[str]:
-        """Why what is there is stale: one phrase per input that differs; empty when it is fresh or not begun."""
+    def differences(self, stage: str, wanted: dict[str, Any]) -> dict[str, str]:
+        """Why what is there is stale: by input that differs, a phrase; empty when it is fresh or not begun."""
         if not self.started(stage):
-            return []
+            return {}
         have = (
             self.manifest(stage)["inputs"] if self.finished(stage) else self.record(stage).get("inputs", {})
         )
         names = sorted(have.keys() | wanted.keys())
-        return [
-            f"{n} was {have.get(n, 'absent')!r:.60}, is now {wanted.get(n, 'absent')!r:.60}"
+        return {
+            n: f"{n} was {have.get(n, 'absent')!r:.60}, is now {wanted.get(n, 'absent')!r:.60}"
             for n in names
             if have.get(n) != wanted.get(n)
-        ]
+        }
 
     def refuse_stale(self, stage: str, differences: list[str]) -> None:
         raise StaleError(

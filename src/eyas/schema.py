@@ -3,6 +3,7 @@
 `eyas recipe show` prints them. What is read from a file, and how, is in recipe.py.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -98,18 +99,32 @@ class EngineSection(Section):
 
 
 class PromptSource(Section):
-    """Either a file of prompts, or a number of user turns that the target writes itself."""
+    """One place that prompts come from: path, dataset, log, or self."""
 
     path: str | None = key(
-        None, "JSONL with `turns`, `messages` or `prompt`; `builtin` is the shipped set", min_length=1
+        None,
+        "JSONL or Parquet with `messages`, `turns` or `prompt`; `builtin` is the shipped set",
+        min_length=1,
     )
+    dataset: str | None = key(
+        None, "of Hugging Face (extra `data`): a hub name, a folder, or a preset", min_length=1
+    )
+    split: str | None = key(None, "of the dataset; its preset's, or train", min_length=1)
+    log: str | None = key(None, "JSONL of requests in OpenAI's format, as servers log them", min_length=1)
     self_: int | None = Field(None, alias="self", description="user turns written by the target itself", ge=1)
+    weight: float = key(1.0, "share of prompts.limit, in proportion to the other sources", "", gt=0)
+    limit: int | None = key(None, "at most so many of this source, from its beginning", "prompts", ge=1)
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     @model_validator(mode="after")
     def one(self) -> "PromptSource":
-        if (self.path is None) == (self.self_ is None):
-            raise ValueError("a source is either {path: FILE} or {self: NUMBER}")
+        given = [x for x in (self.path, self.dataset, self.log, self.self_) if x is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "a source is one of {path: FILE}, {dataset: NAME}, {log: FILE} and {self: NUMBER}"
+            )
+        if self.split and not self.dataset:
+            raise ValueError("split belongs to a dataset")
         return self
 
 
@@ -118,7 +133,10 @@ class PromptsSection(Section):
         [PromptSource.model_validate({"path": "builtin"})], "430 prompts that ship with eyas", min_length=1
     )
     limit: int | None = key(
-        None, "all that the files hold; a limit is spread evenly over the domains", "prompts", ge=1
+        None,
+        "all that the sources hold; a limit is shared out by their weights, and spread evenly over the domains",
+        "prompts",
+        ge=1,
     )
     held_out: float = key(
         0.1, "share kept from training to measure acceptance; decided by a hash", "share", gt=0, lt=0.9
@@ -139,7 +157,36 @@ class GenerateSection(Section):
         1.0, "no truncation: the drafter learns what the target really emits", "share", gt=0, le=1
     )
     samples: int = key(1, "answers per training prompt", "answers", ge=1)
-    concurrency: int = key(16, "rows decoded together; also the rows of one part file", "rows", ge=1)
+    concurrency: int = key(
+        16, "rows decoded together, or requests at once; the rows of a part file follow it", "rows", ge=1
+    )
+    endpoints: list[str] = key(
+        [], "servers of the target that are asked beside engine.url, the least busy first", "addresses"
+    )
+    template: dict[str, Any] = key(
+        {}, "options of the chat template, sent as chat_template_kwargs: {enable_thinking: false}"
+    )
+    thinking: Literal["auto"] | bool = key(
+        "auto", "whether answers must hold thoughts; auto asks the chat template"
+    )
+    retokenised: Literal["leave_out", "keep"] = key(
+        "leave_out",
+        "answers that a server gave as text alone, where their ids, tokenised again, are not as many as it counted",
+    )
+    tools: str | None = key(
+        None, "FILE.py:FUNCTION(name, arguments) -> text, that answers calls which no prompt recorded"
+    )
+    answer_s: float = key(
+        1800.0, "one answer from beginning to end; a server that is silent is pinged long before", "s", gt=0
+    )
+
+    @field_validator("endpoints")
+    @classmethod
+    def addresses(cls, value: list[str]) -> list[str]:
+        for url in value:
+            if not re.fullmatch(r"https?://[^/\s]+/?", url):
+                raise ValueError(f'"{url}" is no address of a server: http://host:port, without a path')
+        return value
 
 
 class ExtractSection(Section):
@@ -272,6 +319,8 @@ class Recipe(Section):
                 )
             if self.bench.lengths != "natural":
                 raise ValueError('"bench.lengths": fixed needs a server: set engine.name to vllm')
+            if self.generate.endpoints:
+                raise ValueError('"generate.endpoints": servers are asked only with engine.name: vllm')
             if self.engine.url:
                 raise ValueError('"engine.url": a server is asked only with engine.name: vllm')
             if self.extract.with_ == "generate":

@@ -117,7 +117,7 @@ def test_eight_words_in_a_row_keep_a_prompt_out(tmp_path):
         *({"prompt": f"Tell me about the number {i}."} for i in range(30)),
     ]
     mine.write_text("\n".join(map(json.dumps, lines)))
-    found, bad = prompts.read(
+    found, bad, _ = prompts.read(
         PromptsSection(sources=[{"path": str(mine)}], held_out=0.5, keep_out=[str(guard)])
     )
     assert len(found) == 30

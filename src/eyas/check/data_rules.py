@@ -15,12 +15,15 @@ from eyas.causes import Finding, error, info, unknown, warning
 from eyas.errors import ContractError
 from eyas.progress import say
 from eyas.rundir import read_json
-from eyas.stores import conversations, states, weights
+from eyas.stores import conversations, states, truth, weights
 from eyas.stores.conversations import Row
 from eyas.stores.states import RowRef
 from eyas.target import Target
 
 TRUNCATED, DOUBLED = 0.5, 0.01  # shares of rows, above which it is a warning
+LOOPS, REFUSALS, CUT, FLAGGED = 0.05, 0.1, 0.2, 0.1
+ON_POLICY = 0.95  # of the tokens of greedy answers, near ties of another batch apart
+MATTERS = 0.05  # of the evaluation prompts
 SMOKE_TOKENS = 100_000  # supervised tokens, below which a drafter only shows that everything runs
 CLOSES_THOUGHT = ("</think>", "◁/think▷")
 AGREES = 0.99  # of positions, at which the stored last state must give the target's own argmax
@@ -52,6 +55,8 @@ def of_conversations(folder: Path, target: Target | None) -> Iterator[Finding]:
     yield from _doubles(folder, rows)
     yield from _written_by(folder, rows, target)
     yield from _thoughts(folder, rows, target)
+    yield from _truth(folder, rows, target)
+    yield from _like_the_evaluation(folder)
     yield from _amounts(folder, rows)
 
 
@@ -155,6 +160,49 @@ def _thoughts(folder: Path, rows: list[Row], target: Target | None) -> Iterator[
             "were lost on the way",
             "look at a row, and at the server's reasoning parser",
         )  # fmt: skip
+
+
+def _truth(folder: Path, rows: list[Row], target: Target | None) -> Iterator[Finding]:
+    """Shares of rows that a drafter had better not learn much from."""
+    figures = truth.Figures(target.stop_ids if target else ())
+    for path in conversations.parts(folder):
+        for row in conversations.read_part(path):
+            figures.add(row)
+    n = max(len(rows), 1)
+    for what, count, most, fix in (
+        ("go round in circles", figures.looped, LOOPS, "sample at a temperature that the target was made for"),
+        ("begin with a refusal", figures.refused, REFUSALS, "look at the prompts: a drafter for your traffic learns its answers"),
+        ("were cut while still thinking", figures.cut_thoughts, CUT, "raise generate.max_tokens"),
+        ("were left out, since their ids are not certain", sum(figures.counts["flags"].values()), FLAGGED,
+            "ask a server that returns token ids; quarantine and manifest name the reasons"),
+    ):  # fmt: skip
+        if count > most * n:
+            yield warning("data-truth", f"{folder}: {count:,} of {n:,} rows ({count / n:.1%}) {what}", fix)
+    about = read_json(folder / "manifest.json") if (folder / "manifest.json").is_file() else {}
+    found = about.get("on_policy")
+    if found and found["agrees"] < ON_POLICY * found["positions"]:
+        yield warning(
+            "data-truth",
+            f"{folder}: of the greedy answers that the target read once more, only {found['agrees'] / found['positions']:.1%} of "
+            f"{found['positions']:,} tokens are its own first choice: they are not what it writes",
+            "look at the server: its quantisation, its sampling defaults, or another model behind it",
+        )
+
+
+def _like_the_evaluation(folder: Path) -> Iterator[Finding]:
+    """A script that the evaluation prompts have and the training prompts hardly."""
+    about = read_json(folder / "manifest.json") if (folder / "manifest.json").is_file() else {}
+    mine = about.get("prompts", {}).get("scripts", {})
+    theirs = about.get("prompts", {}).get("evaluation", {}).get("scripts", {})
+    for name, count in theirs.items():
+        wanted = count / max(sum(theirs.values()), 1)
+        have = mine.get(name, 0) / max(sum(mine.values()), 1)
+        if wanted > MATTERS and have < wanted / 4:
+            yield warning(
+                "data-truth",
+                f"{folder}: {wanted:.0%} of the evaluation prompts (prompts.keep_out) are in {name} script, and {have:.1%} of these",
+                "add prompts of that kind (prompts.sources)",
+            )
 
 
 def _amounts(folder: Path, rows: list[Row]) -> Iterator[Finding]:

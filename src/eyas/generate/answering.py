@@ -1,22 +1,27 @@
-"""Who answers: the embedded engine, batch by batch, or a server, many requests at once. Both give exact token ids.
+"""Who answers: the embedded engine, batch by batch, or servers, many requests at once. Both give exact token ids.
 
-What a server says it read and wrote is the truth: its prompt ids replace ours, and an answer without ids is refused.
+What a server says it read and wrote is the truth: its prompt ids replace ours. Where it says neither, its text is tokenised again, and a
+row is left out unless the server counted as many tokens as that gives.
 """
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+from eyas import interrupt
 from eyas.drafter.sampling import row_uniforms
 from eyas.engines.hf import HFEngine
-from eyas.errors import ContractError, UsageError
-from eyas.generate.prompts import Prompt
+from eyas.errors import ContractError, RequestError, SurroundingsError, UsageError
+from eyas.generate.chat import Chat, NotSpelled
+from eyas.generate.client import Endpoint, Patience, Pool
+from eyas.generate.conversing import Conversation, Job, Said, Stored
+from eyas.generate.prompts import Quarantined
 from eyas.progress import say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir
 from eyas.servers import client, serve
-from eyas.servers.client import CHAT, COMPLETIONS, Client, Reply
+from eyas.servers.client import CHAT, COMPLETIONS, Reply
 from eyas.servers.reading import tag
 from eyas.stores.steps import Steps
 
@@ -24,34 +29,28 @@ CACHE_BYTES = {
     "cpu": 4 * 2**30,
     "cuda": 40 * 2**30,
 }  # keys and values of one batch; twice that while it is compacted
-WAVES = (
-    4  # a server's part holds this many times generate.concurrency rows: it is full but for the part's end
-)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One assistant turn to be answered."""
-
-    row_id: str
-    prompt: Prompt
-    turn: int
-    sample: int
-    messages: list[dict[str, str]]
-    ids: list[int]
-    temperature: float
-    top_p: float
-
-    @property
-    def split(self) -> str:
-        return "held_out" if self.prompt.held_out else "train"
+TRIAL = 16  # answers, by which a server is judged before anything of it is kept
 
 
 class Answered(NamedTuple):
     prompt_ids: list[int]
     ids: list[int]
-    finish_reason: str  # "stop" or "length"
-    text: str  # without thoughts
+    finish_reason: str  # "stop", "length" or "tool_calls"
+    said: Said
+    source: str = "ids"
+    flag: str = ""  # why the row is left out
+
+
+class Sink(Protocol):
+    """Where answers go, and what is there already."""
+
+    def known(self, conversation: Conversation, job: Job) -> Stored | None: ...
+
+    def row(self, job: Job, answered: Answered, results: list[dict[str, Any]]) -> None: ...
+
+    def refused(self, lost: Quarantined, turns: int) -> None: ...
+
+    def unanswered(self, job: Job, call: str) -> None: ...
 
 
 class Answering(Protocol):
@@ -62,9 +61,9 @@ class Answering(Protocol):
     longest: int  # tokens of prompt and answer together
     steps: Steps | None  # where the states of what is answered are kept, if they are
 
-    def batches(self, jobs: list[Job]) -> Iterator[list[Job]]: ...
-
-    def answer(self, jobs: list[Job]) -> list[Answered]: ...
+    def converse(self, conversations: Iterator[Conversation], sink: Sink) -> None:
+        """Answer every turn that is not known yet."""
+        ...
 
     def write(
         self, prefix: list[int], names: list[str], max_tokens: int, stop_ids: tuple[int, ...]
@@ -72,18 +71,21 @@ class Answering(Protocol):
         """Go on from a prefix at temperature 1, once per name (the embedded engine's seed), up to one of the stop ids."""
         ...
 
+    def agreement(self, rows: list[tuple[list[int], int]]) -> list[tuple[int, int]] | None:
+        """Of each (ids, start of the answer): at how many of its positions the target's own argmax is the answer's id, of how many. None
+        where it cannot be asked."""
+        ...
+
 
 @contextlib.contextmanager
-def answering(resolved: Resolved, rundir: RunDir) -> Iterator[Answering]:
-    """The recipe's engine: loaded, started, or found at engine.url; what was started is stopped at the end."""
+def answering(resolved: Resolved, rundir: RunDir, chat: Chat) -> Iterator[Answering]:
+    """The recipe's engine: loaded, started, or found at engine.url and generate.endpoints; what was started is stopped at the end."""
     options = resolved.recipe.engine
+    urls = [u.rstrip("/") for u in (options.url, *resolved.recipe.generate.endpoints) if u]
     if options.name == "hf":
-        yield Embedded(resolved)
-    elif options.url:
-        url = options.url.rstrip("/")
-        offered = client.served(url)
-        say(f"  asking {url} (model {offered.name})")
-        yield Server(resolved, url, offered.name, f"the server at {url}")
+        yield Embedded(resolved, chat)
+    elif urls:
+        yield Server(resolved, chat, *_found(urls))
     else:
         keeps = serve.keeps(resolved)
         say(
@@ -92,7 +94,54 @@ def answering(resolved: Resolved, rundir: RunDir) -> Iterator[Answering]:
         folder = rundir / "conversations" / "steps" if keeps.value else None
         with serve.running(resolved, rundir, "generate", keep=folder) as server:
             steps = Steps.opened(folder) if folder else None
-            yield Server(resolved, server.url, server.model, server.engine, steps)
+            longest = client.served(server.url).longest
+            yield Server(resolved, chat, [Endpoint(server.url, server.model)], longest, server.engine, steps)
+
+
+def _found(urls: list[str]) -> tuple[list[Endpoint], int | None, str]:
+    """Those of the addresses that answer now, their shortest context, and their name. Raises SurroundingsError where none does."""
+    found: list[Endpoint] = []
+    lengths: list[int] = []
+    for url in dict.fromkeys(urls):
+        try:
+            offered = client.served(url)
+        except SurroundingsError as e:
+            if len(urls) == 1:
+                raise
+            say(f"  {e}: not asked")
+            continue
+        found.append(Endpoint(url, offered.name))
+        lengths += [offered.longest] if offered.longest else []
+        say(f"  asking {url} (model {offered.name})")
+    if not found:
+        raise SurroundingsError(f"none of the {len(urls)} servers answers: {', '.join(urls)}")
+    name = f"the server at {found[0].url}" if len(found) == 1 else f"{len(found)} servers"
+    return found, min(lengths, default=None), name
+
+
+def _step(conversation: Conversation, sink: Sink) -> Job | None:
+    """The next turn that must be asked: those that are known are taken as they are."""
+    while True:
+        job = conversation.next()
+        if job is None:
+            return None
+        if isinstance(job, Quarantined):
+            sink.refused(job, conversation.left)
+            return None
+        known = sink.known(conversation, job)
+        if known is None:
+            return job
+        _take(conversation, job, known.said, known.results, sink)
+
+
+def _take(
+    conversation: Conversation, job: Job, said: Said, results: list[dict[str, Any]], sink: Sink
+) -> None:
+    lost = conversation.take(said, results)
+    if lost:
+        sink.refused(lost, conversation.left)
+    elif len(results) < len(said.calls):
+        sink.unanswered(job, str((said.calls[len(results)].get("function") or {}).get("name")))
 
 
 class Embedded:
@@ -101,29 +150,44 @@ class Embedded:
     engine = "hf"
     steps: Steps | None = None
 
-    def __init__(self, resolved: Resolved) -> None:
-        self.resolved, self.options = resolved, resolved.recipe.generate
+    def __init__(self, resolved: Resolved, chat: Chat) -> None:
+        self.resolved, self.options, self.chat = resolved, resolved.recipe.generate, chat
         code = resolved.recipe.target.trust_remote_code
         self.model = HFEngine(resolved.target, resolved.dtype, resolved.device, resolved.aux_layers, code)
         self.tokenizer, self.stop_ids = resolved.target.tokenizer(code), resolved.target.stop_ids
         self.longest = resolved.target.context
 
-    def batches(self, jobs: list[Job]) -> Iterator[list[Job]]:
+    def converse(self, conversations: Iterator[Conversation], sink: Sink) -> None:
+        """All first turns, then all second ones: batches hold similar lengths."""
+        open_ = list(conversations)
+        while open_:
+            asked = [(c, job) for c in open_ if (job := _step(c, sink))]
+            asked.sort(key=lambda pair: len(pair[1].ids))
+            for batch in self._batches(asked):
+                interrupt.safe_place()
+                for (conversation, job), answer in zip(
+                    batch, self._answer([job for _, job in batch]), strict=True
+                ):
+                    sink.row(job, answer, [])
+                    _take(conversation, job, answer.said, [], sink)
+            open_ = [c for c, _ in asked]
+
+    def _batches(self, asked: list[tuple[Conversation, Job]]) -> Iterator[list[tuple[Conversation, Job]]]:
         """At most `concurrency` jobs, fewer where their keys and values would exceed a fixed share of a GPU's memory."""
         room = CACHE_BYTES[self.resolved.device] // self.resolved.target.cache_bytes(
             2 if self.resolved.dtype == "bfloat16" else 4
         )
-        batch: list[Job] = []
-        for job in jobs:
-            longest = len(job.ids) + self.options.max_tokens
+        batch: list[tuple[Conversation, Job]] = []
+        for pair in asked:
+            longest = len(pair[1].ids) + self.options.max_tokens
             if batch and (len(batch) == self.options.concurrency or (len(batch) + 1) * longest > room):
                 yield batch
                 batch = []
-            batch.append(job)
+            batch.append(pair)
         if batch:
             yield batch
 
-    def answer(self, jobs: list[Job]) -> list[Answered]:
+    def _answer(self, jobs: list[Job]) -> list[Answered]:
         answers = self.model.generate(
             [j.ids for j in jobs],
             self.options.max_tokens,
@@ -132,9 +196,16 @@ class Embedded:
             [row_uniforms(j.row_id, self.options.max_tokens) for j in jobs],
         )
         return [
-            Answered(j.ids, a.ids, a.finish_reason, self.tokenizer.decode(a.ids, skip_special_tokens=True))
+            Answered(j.ids, a.ids, a.finish_reason, self._said(a.ids))
             for j, a in zip(jobs, answers, strict=True)
         ]
+
+    def _said(self, ids: list[int]) -> Said:
+        """Its words; without marks of thoughts as the tokenizer decodes them."""
+        if not self.chat.marks:
+            return Said(self.tokenizer.decode(ids, skip_special_tokens=True))
+        found = self.chat.split(self.tokenizer.decode(ids, skip_special_tokens=False))
+        return Said(found.content, found.thought or "")
 
     def write(
         self, prefix: list[int], names: list[str], max_tokens: int, stop_ids: tuple[int, ...]
@@ -147,81 +218,302 @@ class Embedded:
             [row_uniforms(name, max_tokens) for name in names],
             stop_ids=stop_ids,
         )
-        return [Answered(prefix, a.ids, a.finish_reason, "") for a in answers]
+        return [Answered(prefix, a.ids, a.finish_reason, Said("")) for a in answers]
+
+    def agreement(self, rows: list[tuple[list[int], int]]) -> list[tuple[int, int]] | None:
+        out = []
+        for ids, start in rows:
+            top1 = self.model.states([ids]).top1_BT[0].tolist()
+            out.append((sum(top1[i - 1] == ids[i] for i in range(start, len(ids))), len(ids) - start))
+        return out
 
 
 class Server:
-    """An OpenAI-compatible server that returns token ids. No seeds are sent: vLLM's CPU build (0.32.0) dies when a prompt
-    with a seed is read in parts."""
+    """OpenAI-compatible servers of the target. No seeds are sent: vLLM's CPU build (0.32.0) dies when a prompt with a seed is read in
+    parts."""
 
     def __init__(
-        self, resolved: Resolved, url: str, model: str, engine: str, steps: Steps | None = None
-    ) -> None:
-        self.options, self.target = resolved.recipe.generate, resolved.target
-        self.url, self.model, self.engine, self.stop_ids = url, model, engine, resolved.target.stop_ids
-        self.longest = min(self.target.context, client.served(url).longest or self.target.context)
-        self.checked, self.steps = False, steps
+        self, resolved: Resolved, chat: Chat, endpoints: list[Endpoint], longest: int | None, engine: str, steps: Steps | None = None,
+    ) -> None:  # fmt: skip
+        self.options, self.target, self.chat = resolved.recipe.generate, resolved.target, chat
+        self.endpoints, self.engine, self.steps = endpoints, engine, steps
+        self.url, self.model = endpoints[0]
+        self.stop_ids = resolved.target.stop_ids
+        self.longest = min(resolved.target.context, longest or resolved.target.context)
+        self.tokenizer = chat.tokenizer
+        self.tries: dict[
+            str, int
+        ] = {}  # row id -> number of the try that was answered, where it was not the first
+        self.retries: dict[str, int] = {}
 
-    def batches(self, jobs: list[Job]) -> Iterator[list[Job]]:
-        step = WAVES * self.options.concurrency
-        yield from (jobs[i : i + step] for i in range(0, len(jobs), step))
+    # ---- conversations ----
 
-    def answer(self, jobs: list[Job]) -> list[Answered]:
-        """Raises ContractError where the server's model or template cannot be the recipe's target."""
-        bodies = [
-            {
-                "model": self.model, "messages": j.messages, "max_tokens": self.options.max_tokens,
-                "temperature": j.temperature, "top_p": j.top_p, **(tag(j.row_id) if self.steps else {}),
-            }
-            for j in jobs
-        ]  # fmt: skip
-        replies = self._ask(CHAT, bodies)
-        self._check(jobs, replies)
-        return [self._answered(r) for r in replies]
+    def converse(self, conversations: Iterator[Conversation], sink: Sink) -> None:
+        """As many at once as generate.concurrency; each goes on as soon as its turn is answered.
+
+        Raises ContractError where the servers cannot be the target, RequestError where they refuse everything, UsageError where thoughts
+        are missing, SurroundingsError where nobody answers any more.
+        """
+        trial = _Trial(self, sink)
+
+        async def work() -> None:
+            async with Pool(self.endpoints, self._patience()) as pool:
+                self.retries = pool.retries
+
+                async def worker() -> None:
+                    for conversation in conversations:
+                        await self._walk(conversation, pool, trial)
+
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(self.options.concurrency):
+                        group.create_task(worker())
+
+        try:
+            client.run(work())
+        except (SurroundingsError, KeyboardInterrupt):
+            trial.end()  # what was answered before is kept
+            raise
+        trial.end()
+        if self.retries:
+            often = ", ".join(f"{why}: {n:,}" for why, n in sorted(self.retries.items()))
+            say(f"  asked again: {often}")
+
+    def _patience(self) -> Patience:
+        return Patience(answer_s=self.options.answer_s)
+
+    async def _walk(self, conversation: Conversation, pool: Pool, trial: "_Trial") -> None:
+        while job := _step(conversation, trial.sink):
+            interrupt.safe_place()
+            try:
+                reply = await pool.ask(CHAT, self._body(job))
+            except RequestError as e:
+                trial.refused(conversation.end(str(e)), conversation.left, e)
+                return
+            answered = self._answered(job, reply)
+            results: list[dict[str, Any]] = []
+            if answered.said.calls:
+                results = await asyncio.to_thread(conversation.results, answered.said)
+            trial.row(job, answered, results)
+            _take(conversation, job, answered.said, results, trial.sink)
+
+    def _body(self, job: Job) -> Callable[[int], dict[str, Any]]:
+        body = {
+            "messages": [_sent(m) for m in job.messages], "max_tokens": self.options.max_tokens,
+            "temperature": job.temperature, "top_p": job.top_p,
+        }  # fmt: skip
+        if job.tools:
+            body["tools"] = job.tools
+        if self.options.template:
+            body["chat_template_kwargs"] = self.options.template
+
+        def of(number: int) -> dict[str, Any]:
+            if number:
+                self.tries[job.row_id] = number
+            return body | tag(try_name(job.row_id, number)) if self.steps else body
+
+        return of
+
+    def _answered(self, job: Job, reply: Reply) -> Answered:
+        said, finish = self._said(reply), self._finish(reply)
+        if reply.ids and reply.prompt_ids:
+            flag = self._wrong(reply, said)
+            return Answered(reply.prompt_ids, reply.ids, finish, said, "ids", flag)
+        return self._tokenised(job, reply, said, finish)
+
+    def _finish(self, reply: Reply) -> str:
+        return reply.finish_reason if reply.finish_reason in ("stop", "tool_calls") else "length"
+
+    def _said(self, reply: Reply) -> Said:
+        """Content and thought, wherever the server put the thought."""
+        if reply.reasoning or not self.chat.marks:
+            return Said(reply.text, reply.reasoning, list(reply.calls))
+        opens, closes = self.chat.marks
+        text = reply.text
+        if closes not in text and reply.ids and self.chat.closes_id in reply.ids:
+            text = self.tokenizer.decode(reply.ids, skip_special_tokens=False)
+        if closes not in text and opens not in text:
+            return Said(text, "", list(reply.calls))
+        found = self.chat.split(text)
+        return Said(found.content, found.thought or "", list(reply.calls))
+
+    def _wrong(self, reply: Reply, said: Said) -> str:
+        """Why an answer's ids cannot be believed, or nothing."""
+        ids = reply.ids or []
+        if max(max(ids), max(reply.prompt_ids or [0])) >= self.target.vocab or min(ids) < 0:
+            raise ContractError(
+                f"{self.url} answered with token id {max(max(ids), max(reply.prompt_ids or [0]))}, and the target has {self.target.vocab:,}: "
+                "it serves another model."
+            )
+        if len(ids) > self.options.max_tokens:
+            return "more ids than were asked for"
+        if said.text and not said.calls:
+            spelled = _letters(self.tokenizer.decode(ids, skip_special_tokens=True))
+            if _letters(said.text) not in spelled:
+                return "its ids do not spell its text"
+        return ""
+
+    def _tokenised(self, job: Job, reply: Reply, said: Said, finish: str) -> Answered:
+        """An answer that came as text alone: its ids as the template would have them, believed where the server counted as many."""
+        ended = finish != "length"
+        try:
+            ids = self.chat.answer(job.messages, said.message, job.tools, ended)
+        except NotSpelled as e:
+            return Answered(job.ids, self._plain(said), finish, said, "text", f"its ids are not known: {e}")
+        flag = ""
+        if reply.tokens != len(ids) or (reply.prompt_tokens or 0) != len(job.ids):
+            flag = "tokenised again, it has another length than the server counted"
+        if not ids:
+            return Answered(job.ids, self._plain(said), finish, said, "text", "it is empty")
+        if self.options.retokenised == "keep":
+            flag = ""
+        return Answered(job.ids, ids, finish, said, "text", flag)
+
+    def _plain(self, said: Said) -> list[int]:
+        return list(self.tokenizer(said.text or "?", add_special_tokens=False)["input_ids"]) or [0]
+
+    # ---- other requests ----
 
     def write(
         self, prefix: list[int], names: list[str], max_tokens: int, stop_ids: tuple[int, ...]
     ) -> list[Answered]:
-        bodies = [
-            {
-                "model": self.model, "prompt": prefix, "max_tokens": max_tokens, "temperature": 1.0,
-                "stop_token_ids": list(stop_ids),
-            }
-            for _ in names
-        ]  # fmt: skip
-        return [self._answered(r) for r in self._ask(COMPLETIONS, bodies)]
-
-    def _ask(self, path: str, bodies: list[dict[str, Any]]) -> list[Reply]:
-        async def work() -> list[Reply]:
-            async with Client(self.url) as asking:
-                return await client.gather(asking.whole, path, bodies, self.options.concurrency)
-
-        return client.run(work())
-
-    def _answered(self, reply: Reply) -> Answered:
-        if not reply.ids or not reply.prompt_ids:
+        body = {
+            "prompt": prefix, "max_tokens": max_tokens, "temperature": 1.0, "stop_token_ids": list(stop_ids),
+        }  # fmt: skip
+        replies = self._all(COMPLETIONS, [body] * len(names))
+        if any(not r.ids or not r.prompt_ids for r in replies):
             raise UsageError(
-                f"{self.url} returns no token ids (return_token_ids, which vLLM answers since 0.10.2). A drafter must learn exact "
-                "ids; use a server that returns them, or leave engine.url out and let eyas start one."
+                f"{self.url} returns no token ids (return_token_ids, which vLLM answers since 0.10.2), and self-prompts need them. Use a "
+                "server that returns them, leave engine.url out and let eyas start one, or give prompts (prompts.sources)."
             )
-        if max(reply.ids) >= self.target.vocab:
-            raise ContractError(
-                f"{self.url} answered with token id {max(reply.ids)}, and the target has {self.target.vocab:,}: it serves another model."
-            )
-        return Answered(
-            reply.prompt_ids, reply.ids, "stop" if reply.finish_reason == "stop" else "length", reply.text
-        )
+        return [Answered(prefix, r.ids or [], self._finish(r), Said("")) for r in replies]
 
-    def _check(self, jobs: list[Job], replies: list[Reply]) -> None:
-        """The first part tells whether this is our target at all: not one prompt read as our tokenizer and template write it
-        means another model or another template."""
-        if self.checked:
-            return
-        self.checked = True
-        same = sum(j.ids == r.prompt_ids for j, r in zip(jobs, replies, strict=True) if r.prompt_ids)
-        if same == 0 and any(r.prompt_ids for r in replies):
-            theirs = next(r.prompt_ids for r in replies if r.prompt_ids) or []
-            raise ContractError(
-                f"{self.url} reads none of our prompts as the target's tokenizer and template write them (ours begins "
-                f"{jobs[0].ids[:8]}, theirs {theirs[:8]}): it serves another model, or with another chat template."
+    def _all(self, path: str, bodies: list[dict[str, Any]]) -> list[Reply]:
+        async def work() -> list[Reply]:
+            async with Pool(self.endpoints, self._patience()) as pool:
+                asked = [(lambda _, body=body: body) for body in bodies]
+                return await client.gather(pool.ask, path, asked, self.options.concurrency)
+
+        return list(client.run(work()))
+
+    def agreement(self, rows: list[tuple[list[int], int]]) -> list[tuple[int, int]] | None:
+        """By prompt_logprobs, which vLLM answers with the rank of each id."""
+        out = []
+        try:
+            for ids, start in rows:
+                body = {
+                    "model": self.model,
+                    "prompt": ids,
+                    "max_tokens": 1,
+                    "temperature": 0.0,
+                    "prompt_logprobs": 0,
+                }
+                answer = client.run(self._once(body))
+                known = answer["choices"][0]["prompt_logprobs"]
+                ranks = [known[i][str(ids[i])]["rank"] for i in range(start, len(ids))]
+                out.append((sum(r == 1 for r in ranks), len(ranks)))
+        except (RequestError, SurroundingsError, KeyError, TypeError, IndexError) as e:
+            say(
+                f"  agreement with the target is not measured here: {self.url} gives no ranks of prompts ({type(e).__name__}: {str(e)[:200]})"
             )
+            return None
+        return out
+
+    async def _once(self, body: dict[str, Any]) -> dict[str, Any]:
+        async with client.Client(self.url) as asking:
+            return await asking.ask(COMPLETIONS, body)
+
+
+class _Trial:
+    """The first answers of a server, held back until they show that it is the target, that it answers at all, and that it thinks as the
+    target does; then a sink like any."""
+
+    def __init__(self, server: Server, sink: Sink) -> None:
+        self.server, self.sink, self.done = server, sink, False
+        self.held: list[tuple[Job, Answered, list[dict[str, Any]]]] = []
+        self.lost: list[tuple[Quarantined, int]] = []
+
+    def row(self, job: Job, answered: Answered, results: list[dict[str, Any]]) -> None:
+        if self.done:
+            self.sink.row(job, answered, results)
+            return
+        self.held.append((job, answered, results))
+        if len(self.held) == TRIAL:
+            self.end()
+
+    def refused(self, lost: Quarantined, turns: int, error: RequestError) -> None:
+        """Raises the error where a server refuses everything."""
+        if self.done:
+            self.sink.refused(lost, turns)
+            return
+        self.lost.append((lost, turns))
+        if len(self.lost) == TRIAL and not self.held:
+            raise error
+
+    def end(self) -> None:
+        """Judge, and let go what was held back."""
+        if self.done:
+            return
+        if self.lost and not self.held:
+            raise RequestError(self.lost[0][0].reason)
+        if self.held:
+            self._same_prompts()
+            self._thinks()
+        self.done = True
+        for lost, turns in self.lost:
+            self.sink.refused(lost, turns)
+        for job, answered, results in self.held:
+            self.sink.row(job, answered, results)
+        self.held, self.lost = [], []
+
+    def _same_prompts(self) -> None:
+        """Not one prompt read as our tokenizer and template write it means another model or another template."""
+        said = [(j, a) for j, a, _ in self.held if a.source == "ids"]
+        if said and not any(j.ids == a.prompt_ids for j, a in said):
+            job, answered = said[0]
+            raise ContractError(
+                f"{self.server.url} reads none of our prompts as the target's tokenizer and template write them (ours begins "
+                f"{job.ids[:8]}, theirs {answered.prompt_ids[:8]}): it serves another model, or with another chat template."
+            )
+        spelled = [(j, a) for j, a, _ in self.held if a.said.text and a.source == "ids"]
+        wrong = [a for _, a in spelled if "spell" in a.flag]
+        if spelled and len(wrong) == len(spelled):
+            raise ContractError(
+                f"{self.server.url}: the ids of its answers do not spell their texts in any of {len(spelled)} ({wrong[0].ids[:8]} for "
+                f"{wrong[0].said.text[:40]!r}): its tokenizer is not the target's."
+            )
+        lost = [a for _, a, _ in self.held if a.source == "text"]
+        if lost and all(a.flag for a in lost) and len(lost) == len(self.held):
+            raise UsageError(
+                f"{self.server.url} returns no token ids (return_token_ids, which vLLM answers since 0.10.2), and none of {len(lost)} answers "
+                f"can be told from its text: {lost[0].flag}. Use a server that returns ids, or leave engine.url out and let eyas start one; "
+                "generate.retokenised: keep trains on texts tokenised again all the same."
+            )
+
+    def _thinks(self) -> None:
+        wanted = self.server.chat.thinks(self.server.options.thinking)
+        if wanted.value and not any(a.said.reasoning or self._cut(a) for _, a, _ in self.held):
+            raise UsageError(
+                f"the target should think ({wanted.reason}), and none of {len(self.held)} answers of {self.server.url} holds a thought: a drafter "
+                "would never see what it writes most. Is the server's reasoning parser right, is thinking turned off there (generate.template)? "
+                "If this target does not think, set generate.thinking: false."
+            )
+
+    def _cut(self, answered: Answered) -> bool:
+        """An answer that ended inside a thought which its prompt had opened: its text is the thought."""
+        return self.server.chat.opened and answered.finish_reason == "length"
+
+
+def try_name(row_id: str, number: int) -> str:
+    """Under which an engine keeps the states of a row's n-th try: an answer that broke off must not be mixed with the one that came."""
+    return f"{row_id}~{number}" if number else row_id
+
+
+def _letters(text: str) -> str:
+    """A text without what servers trim or cannot decode."""
+    return "".join(text.replace("\ufffd", "").split())
+
+
+def _sent(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as servers take it: a thought under both of its names."""
+    thought = message.get("reasoning_content")
+    return message | {"reasoning": thought} if thought else message

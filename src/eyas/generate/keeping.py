@@ -11,9 +11,11 @@ nothing reads them (drafter/batch.py).
 """
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 from eyas.errors import ContractError
+from eyas.generate import answering
 from eyas.generate.answering import Server
 from eyas.progress import say
 from eyas.recipe import Resolved
@@ -47,25 +49,34 @@ class Keeper:
         write_json(begun, self.settings)
         seen = self.folder / LIKENESS
         self.again: dict[str, Any] = read_json(seen) if seen.is_file() else {}
+        self.without_rows: set[int] = set()  # parts of flagged rows alone
 
     def part(self, number: int, rows: list[Row]) -> None:
         """Write a part's shards. Raises SurroundingsError where states did not come, ContractError where they are others."""
         lengths = {r.row_id: len(r.ids) - 1 for r in rows}
-        self.steps.wait(lengths)
-        for old in self.folder.glob(f"part-{number:05d}-*"):
-            old.unlink()
+        rows = [r for r in rows if not r.flag]
+        self.steps.wait({self._name(r): lengths[r.row_id] for r in rows})
+        self.drop(number)
         per_token = self.steps.bytes_per_token()
+        self.without_rows |= {number} if not rows else set()
         for i, group in enumerate(states.groups(rows, self.resolved.recipe.extract.shard_bytes, per_token)):
             found = [self._row(r) for r in group]
             with atomic(self.folder / f"part-{number:05d}-{i:03d}.safetensors") as tmp:
                 states.write_shard(tmp, found, {})
-        if not self.again:
+        if not self.again and rows:
             self.again = self._read_again(rows)
             write_json(self.folder / LIKENESS, self.again)
-        self.steps.forget(list(lengths))
+        self.steps.forget(
+            [answering.try_name(n, i) for n in lengths for i in range(self.server.tries.pop(n, 0) + 1)]
+        )
 
     def _row(self, row: Row) -> RowStates:
-        return self.steps.row(row.row_id, row.ids, len(row.prompt_ids), len(row.ids) - 1)
+        found = self.steps.row(self._name(row), row.ids, len(row.prompt_ids), len(row.ids) - 1)
+        return replace(found, row_id=row.row_id)
+
+    def _name(self, row: Row) -> str:
+        """Under which the engine kept its states: of an answer that took several tries, the last one's."""
+        return answering.try_name(row.row_id, self.server.tries.get(row.row_id, 0))
 
     def _read_again(self, rows: list[Row]) -> dict[str, Any]:
         """The longest answers of a part read once more as prompts, one by one and all at once: a decoded row against a
@@ -106,10 +117,19 @@ class Keeper:
         self.steps.forget(list(names.values()))
         return out
 
-    def finish(self, parts: int) -> None:
+    def drop(self, number: int) -> None:
+        """Forget a part's states, since it loses rows."""
+        for old in self.folder.glob(f"part-{number:05d}-*"):
+            old.unlink()
+
+    def finish(self, parts: list[int]) -> None:
         """Say what was kept, once every part has its shards; otherwise they go, since extract takes all or none."""
         shutil.rmtree(self.steps.folder, ignore_errors=True)
-        lacking = [n for n in range(parts) if not any(self.folder.glob(f"part-{n:05d}-*.safetensors"))]
+        lacking = [
+            n
+            for n in parts
+            if n not in self.without_rows and not any(self.folder.glob(f"part-{n:05d}-*.safetensors"))
+        ]
         if lacking:
             say(
                 f"  {len(lacking)} parts were answered without keeping states: extract will read all rows again"

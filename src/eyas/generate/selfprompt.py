@@ -7,7 +7,6 @@ Turns that do not end, that are too short, that loop, or that repeat an earlier 
 """
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +14,14 @@ from typing import Any, NamedTuple
 from eyas import interrupt
 from eyas.errors import UsageError
 from eyas.generate.answering import Answering
-from eyas.generate.prompts import Prompt, is_held_out, normalised
+from eyas.generate.near import Near, words
+from eyas.generate.prompts import Prompt, is_held_out
 from eyas.progress import Progress, say
 from eyas.rundir import fingerprint, write_text
 
 MARK = "\u2603user\u2603"
 MAX_TOKENS = 96
 MIN_WORDS = 3
-SHINGLE = 3  # words
 SAME_SHARE = 0.6  # of a turn's shingles already in one earlier turn
 LOOP_SHARE = 0.5  # distinct shingles over all shingles, below which a turn loops
 TRIES = 4  # times the wanted number, then it gives up
@@ -53,34 +52,22 @@ class Filter:
     """Decides turn by turn, remembering what was kept."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, list[int]] = {}  # shingle -> the kept turns that have it
-        self.kept: list[set[str]] = []
+        self.near = Near(SAME_SHARE, both=False)
 
     def reason(self, text: str, ended: bool) -> str | None:
         """Why a turn is dropped, or None when it is kept."""
-        words = re.findall(r"\w+", normalised(text))
         if not ended:
             return "unfinished"
-        if len(words) < MIN_WORDS:
+        if len(words(text)) < MIN_WORDS:
             return "short"
-        shingles = [" ".join(words[i : i + SHINGLE]) for i in range(len(words) - SHINGLE + 1)]
+        shingles = self.near.of(text)
         distinct = set(shingles)
         if len(distinct) < LOOP_SHARE * len(shingles):
             return "loop"
-        if self._resembles(distinct):
+        if self.near.resembles(distinct) is not None:
             return "near duplicate"
-        for s in distinct:
-            self.seen.setdefault(s, []).append(len(self.kept))
-        self.kept.append(distinct)
+        self.near.keep("", distinct)
         return None
-
-    def _resembles(self, distinct: set[str]) -> bool:
-        """Whether one kept turn has more than SAME_SHARE of these shingles. Such a turn lacks fewer than the rest, so it has
-        one of any that many: only those with one of the rarest are compared."""
-        rarest = sorted(distinct, key=lambda s: (len(self.seen.get(s, ())), s))
-        some = rarest[: int((1 - SAME_SHARE) * len(distinct)) + 1]
-        near = {i for s in some for i in self.seen.get(s, ())}
-        return any(len(distinct & self.kept[i]) > SAME_SHARE * len(distinct) for i in near)
 
 
 def write(
@@ -104,7 +91,8 @@ def write(
                     dropped[reason] += 1
                 elif len(prompts) < count:
                     side = is_held_out(turn["text"], held_out)
-                    prompts.append(Prompt(f"self-{len(prompts)}", "self", (turn["text"],), None, side))
+                    name = f"self-{len(prompts)}"
+                    prompts.append(Prompt(name, "self", (turn["text"],), None, side, source="self"))
             progress.add(len(prompts) - before)
             if len(prompts) == count:
                 break

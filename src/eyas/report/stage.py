@@ -75,6 +75,8 @@ def _checks(made: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
             f"{conversations['quarantined']} prompts left out, finish: "
             + ", ".join(f"{n} {reason}" for reason, n in conversations["finish"].items()),
         ),
+        ("what they are", _truth(conversations)),
+        *_mixture(conversations),
         (
             "states",
             f"head(norm(last state)) has the target's argmax at {checks['head_agreement']:.3%} of {checks['positions']:,} positions",
@@ -100,6 +102,46 @@ def _checks(made: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
             ),
         )
     return out
+
+
+def _truth(about: dict[str, Any]) -> str:
+    """Shares of the answers, and their lengths."""
+    t = about["truth"]
+    names = {
+        "ends_of_turn": "have their end of turn", "truncated": "cut by max_tokens", "cut_while_thinking": "cut while thinking", "thoughts": "with a thought",
+        "calls": "with a tool call", "loops": "go round in circles", "refusals": "begin with a refusal",
+    }  # fmt: skip
+    out = [f"{t[key]:.1%} {name}" for key, name in names.items() if t[key] or key == "ends_of_turn"]
+    lengths = t["lengths"]["completion"]
+    out.append(f"length {lengths['5']} / {lengths['50']} / {lengths['95']} tokens at 5 / 50 / 95 %")
+    out += [f"{n:,} in {name} script" for name, n in t["scripts"].items()]
+    if found := about["on_policy"]:
+        out.append(
+            f"{found['agrees'] / found['positions']:.1%} of {found['positions']:,} greedy tokens are the target's own first choice"
+        )
+    out += [f"{n:,} left out: {reason}" for reason, n in about["flagged"].items()]
+    return ", ".join(out)
+
+
+def _mixture(about: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was left out of the prompts, and how they compare with the evaluation prompts, by script and domain."""
+    prompts = about["prompts"]
+    out = []
+    if prompts["left_out"]:
+        said = ", ".join(f"{n:,} {kind}" for kind, n in prompts["left_out"].items())
+        out.append(("prompts left out", said))
+    if prompts["evaluation"]["scripts"]:
+        for kind in ("scripts", "domains"):
+            mine, theirs = (_shares(d[kind]) for d in (prompts, prompts["evaluation"]))
+            out.append((f"{kind}, beside the evaluation's", f"{mine}; evaluation: {theirs}"))
+    return out
+
+
+def _shares(counts: dict[str, int]) -> str:
+    total = max(sum(counts.values()), 1)
+    return ", ".join(
+        f"{name} {n / total:.0%}" for name, n in sorted(counts.items(), key=lambda kv: -kv[1])[:8]
+    )
 
 
 def _came(states: dict[str, Any]) -> str:

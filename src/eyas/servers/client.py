@@ -12,7 +12,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +24,7 @@ CONNECT_S = 10.0
 STALL_S = 120.0  # without a byte
 WORDS = 300  # characters of a server's own message that are shown
 T = TypeVar("T")
+B = TypeVar("B")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -45,6 +46,9 @@ class Reply(NamedTuple):
     tokens: int
     chunks: list[int]  # tokens that came in each chunk; empty for an answer that came whole
     times: list[float]  # seconds from the request to each of these chunks
+    calls: Sequence[dict[str, Any]] = ()  # tool calls, in OpenAI's form
+    model: str = ""  # that the server says it is
+    prompt_tokens: int | None = None
 
 
 def headers() -> dict[str, str]:
@@ -200,19 +204,26 @@ def read_whole(answer: dict[str, Any], url: str) -> Reply:
             tokens=(answer.get("usage") or {}).get("completion_tokens", 0),
             chunks=[],
             times=[],
+            calls=message.get("tool_calls") or [],
+            model=str(answer.get("model") or ""),
+            prompt_tokens=(answer.get("usage") or {}).get("prompt_tokens"),
         )
     except (KeyError, IndexError, TypeError, AttributeError) as e:
         raise SurroundingsError(f"{url}: the answer is not what an OpenAI-compatible server sends") from e
 
 
 def _refuse(url: str, status: int, text: str) -> None:
-    try:
-        words = _words(json.loads(text).get("error", text))
-    except (ValueError, AttributeError):
-        words = " ".join(text.split())[:WORDS]
     if 400 <= status < 500 and status not in (408, 429):
-        raise RequestError(f"{url} refuses the request ({status}): {words}")
-    raise SurroundingsError(f"{url} failed ({status}): {words}")
+        raise RequestError(f"{url} refuses the request ({status}): {words(text)}")
+    raise SurroundingsError(f"{url} failed ({status}): {words(text)}")
+
+
+def words(text: str) -> str:
+    """What a server says is wrong, in one line."""
+    try:
+        return _words(json.loads(text).get("error", text))
+    except (ValueError, AttributeError):
+        return " ".join(text.split())[:WORDS]
 
 
 def _words(error: Any) -> str:
@@ -230,13 +241,11 @@ def _json(data: bytes, url: str) -> dict[str, Any]:
     return value
 
 
-async def gather(
-    ask: Callable[[str, dict[str, Any]], Awaitable[T]], path: str, bodies: list[dict[str, Any]], at_once: int
-) -> list[T]:
+async def gather(ask: Callable[[str, B], Awaitable[T]], path: str, bodies: list[B], at_once: int) -> list[T]:
     """Answers to all, in order, at most `at_once` in flight; ask is a client's `whole` or `ask`. The first failure ends them all."""
     gate = asyncio.Semaphore(at_once)
 
-    async def one(body: dict[str, Any]) -> T:
+    async def one(body: B) -> T:
         async with gate:
             return await ask(path, body)
 
