@@ -136,7 +136,7 @@ def test_one_request_that_never_works_is_given_up_alone():
 
 def test_a_server_that_fails_every_request_stops_everything():
     with Stub(byte_tokenizer(), lambda r: "500") as stub:
-        found, _ = ask([stub], 20)
+        found, _ = ask([stub], 20, replace(QUICK, give_up_s=60))
     assert any(isinstance(f, SurroundingsError) and "in a row" in str(f) for f in found)
 
 

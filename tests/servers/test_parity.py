@@ -109,6 +109,7 @@ def cells(*low, deep=()):
         ([(None, None, "later")], [], {"later"}, "k = 1"),
         ([("batched", "long", None)], [], {"batched", "long"}, "padding"),
         ([], [(None, None, None)], {"deep"}, "what is fed back differs"),
+        ([], [(None, None, None)], {"deep"}, "-20.0% of 100 steps' deeper drafts"),
     ],
 )
 def test_kinds_that_fall_off_name_the_cause(low, deep, signs, words):

@@ -349,21 +349,26 @@ def findings(cells: Sequence[Cell]) -> list[Finding]:
             )
         ]
     causes = ranked(found)
-    worst = min(off, key=lambda c: c.apart.value if c.lower else 0.0)
-    where = "; ".join(
-        f"{c.kind}: {c.served:.1%} against {c.replayed:.1%}"
-        for c in sorted(off, key=lambda c: c.apart.value)[:4]
-    )
+    deep = found == {"deep"}
+    ordered = sorted(off, key=lambda c: c.deep.value if deep and c.deep else c.apart.value)
+    where = "; ".join(_where(c, deep) for c in ordered[:4])
     said = "; ".join(f"({i}) {c.what}" for i, c in enumerate(causes[:3], start=1))
     steps = "; then ".join(dict.fromkeys(c.experiment for c in causes[:3]))
-    what = "deeper drafts" if found == {"deep"} else "first drafts"
+    what = "deeper drafts" if deep else "first drafts"
     return [
         error(
             "parity",
-            f"the engine accepts other {what} than the replay at the same positions ({where}; {worst.steps:,} steps). Likeliest: {said}",
+            f"the engine accepts other {what} than the replay at the same positions ({where}). Likeliest: {said}",
             steps,
         )
     ]
+
+
+def _where(c: Cell, deep: bool) -> str:
+    """A kind of steps with how it is apart."""
+    if deep and c.deep:
+        return f"{c.kind}: {c.deep.value:+.1%} of {c.steps:,} steps' deeper drafts"
+    return f"{c.kind}: {c.served:.1%} against {c.replayed:.1%} of {c.steps:,} steps"
 
 
 def show(cells: Sequence[Cell]) -> None:

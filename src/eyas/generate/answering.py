@@ -48,6 +48,8 @@ class Sink(Protocol):
 
     def row(self, job: Job, answered: Answered, results: list[dict[str, Any]]) -> None: ...
 
+    def flush(self) -> None: ...
+
     def refused(self, lost: Quarantined, turns: int) -> None: ...
 
     def unanswered(self, job: Job, call: str) -> None: ...
@@ -170,6 +172,7 @@ class Embedded:
                 ):
                     sink.row(job, answer, [])
                     _take(conversation, job, answer.said, [], sink)
+                sink.flush()
             open_ = [c for c, _ in asked]
 
     def _batches(self, asked: list[tuple[Conversation, Job]]) -> Iterator[list[tuple[Conversation, Job]]]:

@@ -66,7 +66,7 @@ class Parts:
         """What was answered is kept, also where something failed or Ctrl-C came."""
         try:
             if kind is None or not issubclass(kind, ContractError):
-                self._flush()
+                self.flush()
         finally:
             self.behind.close(raising=kind is None)
 
@@ -93,9 +93,10 @@ class Parts:
         self.visited.add(row.row_id)
         self.waiting.append(row)
         if len(self.waiting) >= self.rows_each or time.monotonic() - self.flushed > FLUSH_S:
-            self._flush()
+            self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what waits as a part, while the next rows come."""
         if not self.waiting:
             return
         path = self.path(self.next)

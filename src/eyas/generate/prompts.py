@@ -167,12 +167,12 @@ class _Reader:
         if identity in self.exact:
             self.leave(where, "duplicate", f"duplicate of {self.exact[identity]}")
             return False
-        shingles = set(self.near.of("\n".join((prompt.system or "", *prompt.turns))))
-        if (like := self.near.resembles(shingles)) is not None:
+        text = "\n".join((prompt.system or "", *prompt.turns))
+        if (like := self.near.resembles(text)) is not None:
             self.leave(where, "near duplicate", f"near duplicate of {like}")
             return False
         self.exact[identity] = prompt.prompt_id
-        self.near.keep(prompt.prompt_id, shingles)
+        self.near.keep(prompt.prompt_id, text)
         return True
 
 

@@ -22,8 +22,8 @@ from eyas.rundir import fingerprint, write_text
 MARK = "\u2603user\u2603"
 MAX_TOKENS = 96
 MIN_WORDS = 3
-SAME_SHARE = 0.6  # of a turn's shingles already in one earlier turn
-LOOP_SHARE = 0.5  # distinct shingles over all shingles, below which a turn loops
+SAME_SHARE = 0.6  # of a turn's runs already in one earlier turn
+LOOP_SHARE = 0.5  # distinct runs of three words over all, below which a turn loops
 TRIES = 4  # times the wanted number, then it gives up
 
 
@@ -60,13 +60,12 @@ class Filter:
             return "unfinished"
         if len(words(text)) < MIN_WORDS:
             return "short"
-        shingles = self.near.of(text)
-        distinct = set(shingles)
-        if len(distinct) < LOOP_SHARE * len(shingles):
+        runs = self.near.of(text)
+        if len(set(runs)) < LOOP_SHARE * len(runs):
             return "loop"
-        if self.near.resembles(distinct) is not None:
+        if self.near.resembles(text) is not None:
             return "near duplicate"
-        self.near.keep("", distinct)
+        self.near.keep("", text)
         return None
 
 

@@ -48,7 +48,7 @@ def _run(setting: Setting, rundir: RunDir, engine: Answering, mixture: Mixture) 
     prompt_files.need_both_sides(prompts, resolved.recipe.prompts.held_out)
     wanted = _wanted(prompts, setting)
     keeper = Keeper(resolved, rundir, engine) if isinstance(engine, Server) and engine.steps else None
-    rows_each = resolved.recipe.generate.concurrency * (WAVES if isinstance(engine, Server) else 1)
+    rows_each = resolved.recipe.generate.concurrency * WAVES
     total = sum(len(prompt.turns) for prompt, _ in wanted)
     began = time.perf_counter()
     with (
@@ -134,6 +134,9 @@ class _Sink:
         self.made += len(answered.ids)
         self.progress.total = max(self.progress.total, self.progress.done + 1)
         self.progress.add(1, len(answered.ids))
+
+    def flush(self) -> None:
+        self.parts.flush()
 
     def refused(self, lost: Quarantined, turns: int) -> None:
         self.bad.append(lost)

@@ -74,9 +74,9 @@ def _tokens(resolved: Resolved, prompts: list[Any]) -> dict[str, int]:
     for prompt in prompts[:: max(1, len(prompts) // PROMPT_SAMPLE)]:
         messages = [{"role": "user", "content": prompt.turns[0]}]
         try:
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True, **options.template
+            )["input_ids"]
         except (TemplateError, ValueError, TypeError):
             continue  # generate quarantines it with its reason
         if len(ids) + options.max_tokens <= resolved.target.context:  # generate leaves out the longer ones

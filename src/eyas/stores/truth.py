@@ -87,7 +87,7 @@ class Figures:
         c["tokens"][f"completion_{r.split}"] += len(r.completion_ids)
         c["scripts"][script(r.text or r.reasoning)] += 1
         self.otherwise += r.otherwise
-        self.ends += r.completion_ids[-1] in self.stop_ids
+        self.ends += bool(self.stop_ids.intersection(r.completion_ids[-1:]))
         self.looped += loops(r.completion_ids)
         self.refused += refuses(r.text)
         self.thought += bool(r.reasoning)
