@@ -32,6 +32,13 @@ from eyas.servers import serve
 from eyas.stores import conversations
 
 SAMPLE = 400  # prompts of one round of the engine's benchmark
+BENCH = """
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.benchmarks.serve import add_cli_args, main
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""  # `vllm bench serve`, also of builds whose distribution is not called vllm
 
 
 def prompts(count: int) -> list[str]:
@@ -45,10 +52,10 @@ def engine_rate(python: str, url: str, target: Path, file: Path, a: Any) -> dict
     """vllm bench serve over the chat endpoint: output tokens and requests a second."""
     folder = Path(tempfile.mkdtemp())
     command = [
-        python, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai-chat", "--base-url", url, "--endpoint", "/v1/chat/completions",
-        "--model", str(target), "--served-model-name", a.model, "--dataset-name", "custom", "--dataset-path", str(file), "--custom-output-len",
-        str(a.max_tokens), "--num-prompts", str(SAMPLE), "--max-concurrency", str(a.concurrency), "--save-result", "--result-dir", str(folder),
-        "--result-filename", "out.json", "--temperature", "0.8", "--skip-chat-template", "--disable-shuffle",
+        python, "-c", BENCH, "--backend", "openai-chat", "--base-url", url, "--endpoint", "/v1/chat/completions", "--model", a.model,
+        "--tokenizer", str(target), "--dataset-name", "custom", "--dataset-path", str(file), "--custom-output-len", str(a.max_tokens),
+        "--num-prompts", str(SAMPLE), "--max-concurrency", str(a.concurrency), "--save-result", "--result-dir", str(folder), "--result-filename",
+        "out.json", "--temperature", "0.8", "--skip-chat-template", "--disable-shuffle",
     ]  # fmt: skip
     env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)

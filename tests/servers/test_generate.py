@@ -94,7 +94,11 @@ def test_several_servers_of_which_one_is_not_there_and_one_dies(recipe_file, tmp
         made = generate(recipe_file, tmp_path / "run", dies, urls=[good.url, nowhere])
     same(tmp_path / "run", well)
     said = capsys.readouterr().err
-    assert made["engine"] == "2 servers" and f"{nowhere}/v1/models: nobody answers" in said and "set aside" in said
+    assert (
+        made["engine"] == "2 servers"
+        and f"{nowhere}/v1/models: nobody answers" in said
+        and "set aside" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -100,12 +100,10 @@ def test_states_that_are_others_are_refused(finished, fake_vllm, tmp_path, kind,
 
 
 def test_a_disk_that_fails_in_the_middle_keeps_what_was_finished(finished, fake_vllm, tmp_path, monkeypatch):
-    from eyas.generate import answering
-
-    monkeypatch.setattr(answering, "WAVES", 1)
-    broken = "engine.env={FAKE_REAL: '1', FAKE: full disk, FAKE_AFTER: '24'}"
+    monkeypatch.setattr("eyas.generate.stage.WAVES", 1)
+    broken = "engine.env={FAKE_REAL: '1', FAKE: full disk, FAKE_AFTER: '24'}", "generate.concurrency=1"
     with pytest.raises(SurroundingsError, match="stopped keeping states.*same command again"):
-        run(finished, fake_vllm, tmp_path / "run", broken, last="generate")
+        run(finished, fake_vllm, tmp_path / "run", *broken, last="generate")
     parts = sorted((tmp_path / "run" / "conversations").glob("part-*.parquet"))
     assert parts and all(conversations.read_part(p) for p in parts)
     before = {p.name: p.read_bytes() for p in parts}
@@ -137,12 +135,10 @@ def test_what_was_kept_of_other_layers_is_not_taken(finished, fake_vllm, tmp_pat
 def test_layers_that_change_while_generate_is_unfinished_are_not_mixed(
     finished, fake_vllm, tmp_path, monkeypatch, capsys
 ):
-    from eyas.generate import answering
-
-    monkeypatch.setattr(answering, "WAVES", 1)
-    broken = "engine.env={FAKE_REAL: '1', FAKE: full disk, FAKE_AFTER: '24'}"
+    monkeypatch.setattr("eyas.generate.stage.WAVES", 1)
+    broken = "engine.env={FAKE_REAL: '1', FAKE: full disk, FAKE_AFTER: '24'}", "generate.concurrency=1"
     with pytest.raises(SurroundingsError):
-        run(finished, fake_vllm, tmp_path / "run", broken, last="generate")
+        run(finished, fake_vllm, tmp_path / "run", *broken, last="generate")
     assert list((tmp_path / "run" / "conversations" / "states").glob("part-00000-*"))
     made = run(finished, fake_vllm, tmp_path / "run", "target.aux_layers=[0, 2]")
     assert "parts were answered without keeping states" in capsys.readouterr().err

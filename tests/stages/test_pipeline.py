@@ -125,22 +125,31 @@ def test_a_run_of_another_version_is_refused_and_can_begin_anew(recipe_file, fin
         old = read_json(folder / name) | {"format": 1}
         (folder / name).write_text(json.dumps(old))
     with pytest.raises(
-        UsageError, match=r"another version of eyas \(format 1, this one has 4\).*--from plan"
+        UsageError, match=r"another version of eyas \(format 1, this one has 5\).*--from plan"
     ):
         pipeline.run(str(recipe_file), (), str(folder))
     pipeline.run(str(recipe_file), (), str(folder), "plan", "generate")
-    assert RunDir(folder).manifest("plan")["format"] == 4
+    assert RunDir(folder).manifest("plan")["format"] == 5
 
 
-def test_a_changed_prompt_file_makes_its_answers_stale(recipe_file, tmp_path, prompt_file):
+def test_one_more_prompt_keeps_the_answers_and_makes_what_follows_stale(
+    recipe_file, tmp_path, prompt_file, capsys
+):
     mine = tmp_path / "mine.jsonl"
     mine.write_text(prompt_file.read_text())
     source = f"prompts.sources=[{{path: {mine}}}]"
-    run(recipe_file, tmp_path / "run", source, last="generate")
+    run(recipe_file, tmp_path / "run", source, last="extract")
+    before = conversations.parts(tmp_path / "run" / "conversations")
+    kept = {p.name: p.read_bytes() for p in before}
     with mine.open("a") as f:
         f.write('\n{"prompt": "one more"}')
-    with pytest.raises(StaleError, match=r"prompts\.sources was"):
-        run(recipe_file, tmp_path / "run", source, last="generate")
+    made = run(recipe_file, tmp_path / "run", source, last="generate")
+    assert sum(made["generate"]["rows"].values()) == 28
+    after = conversations.parts(tmp_path / "run" / "conversations")
+    assert len(after) == len(before) + 1 and all(p.read_bytes() == kept[p.name] for p in before)
+    assert "goes on with what is there and still wanted, since prompts.sources was" in capsys.readouterr().err
+    with pytest.raises(StaleError, match=r'"extract".*generate was'):
+        run(recipe_file, tmp_path / "run", source, last="extract")
 
 
 def test_a_run_in_use_is_refused_with_the_process(recipe_file, tmp_path):

@@ -97,7 +97,14 @@ def answering(resolved: Resolved, rundir: RunDir, chat: Chat) -> Iterator[Answer
         with serve.running(resolved, rundir, "generate", keep=folder) as server:
             steps = Steps.opened(folder) if folder else None
             longest = client.served(server.url).longest
-            yield Server(resolved, chat, [Endpoint(server.url, server.model)], longest, server.engine, steps)
+            yield Server(
+                resolved,
+                chat,
+                [Endpoint(server.url, server.model, server.lives)],
+                longest,
+                server.engine,
+                steps,
+            )
 
 
 def _found(urls: list[str]) -> tuple[list[Endpoint], int | None, str]:
@@ -122,18 +129,16 @@ def _found(urls: list[str]) -> tuple[list[Endpoint], int | None, str]:
 
 
 def _step(conversation: Conversation, sink: Sink) -> Job | None:
-    """The next turn that must be asked: those that are known are taken as they are."""
-    while True:
-        job = conversation.next()
-        if job is None:
-            return None
-        if isinstance(job, Quarantined):
-            sink.refused(job, conversation.left)
-            return None
-        known = sink.known(conversation, job)
-        if known is None:
-            return job
+    """The conversation's next turn, if it must be asked; one that is known is taken as it is."""
+    job = conversation.next()
+    if isinstance(job, Quarantined):
+        sink.refused(job, conversation.left)
+        return None
+    known = sink.known(conversation, job) if job else None
+    if job and known:
         _take(conversation, job, known.said, known.results, sink)
+        return None
+    return job
 
 
 def _take(
@@ -160,7 +165,7 @@ class Embedded:
         self.longest = resolved.target.context
 
     def converse(self, conversations: Iterator[Conversation], sink: Sink) -> None:
-        """All first turns, then all second ones: batches hold similar lengths."""
+        """All first turns, then all second ones, also those of a run that goes on: batches hold similar lengths, and the same rows."""
         open_ = list(conversations)
         while open_:
             asked = [(c, job) for c in open_ if (job := _step(c, sink))]
@@ -173,7 +178,7 @@ class Embedded:
                     sink.row(job, answer, [])
                     _take(conversation, job, answer.said, [], sink)
                 sink.flush()
-            open_ = [c for c, _ in asked]
+            open_ = [c for c in open_ if not c.over]
 
     def _batches(self, asked: list[tuple[Conversation, Job]]) -> Iterator[list[tuple[Conversation, Job]]]:
         """At most `concurrency` jobs, fewer where their keys and values would exceed a fixed share of a GPU's memory."""
@@ -240,7 +245,7 @@ class Server:
     ) -> None:  # fmt: skip
         self.options, self.target, self.chat = resolved.recipe.generate, resolved.target, chat
         self.endpoints, self.engine, self.steps = endpoints, engine, steps
-        self.url, self.model = endpoints[0]
+        self.url, self.model, _ = endpoints[0]
         self.stop_ids = resolved.target.stop_ids
         self.longest = min(resolved.target.context, longest or resolved.target.context)
         self.tokenizer = chat.tokenizer
@@ -285,7 +290,10 @@ class Server:
         return Patience(answer_s=self.options.answer_s)
 
     async def _walk(self, conversation: Conversation, pool: Pool, trial: "_Trial") -> None:
-        while job := _step(conversation, trial.sink):
+        while not conversation.over:
+            job = _step(conversation, trial.sink)
+            if job is None:
+                continue
             interrupt.safe_place()
             try:
                 reply = await pool.ask(CHAT, self._body(job))

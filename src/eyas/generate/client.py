@@ -33,6 +33,7 @@ from eyas.servers import client
 from eyas.servers.client import Reply
 
 AGAIN = {408, 409, 425, 429}
+LOOK_S = 0.5  # between two looks at the processes of servers that are ours
 LARGEST = 64 * 2**20  # bytes of an answer: a million ids with their text
 
 
@@ -56,6 +57,7 @@ class Endpoint(NamedTuple):
 
     url: str
     model: str
+    lives: Callable[[], bool] | None = None  # of a server that is ours: whether its process does
 
 
 @dataclass
@@ -86,6 +88,7 @@ class Pool:
         self.servers = [_Server(e) for e in endpoints]
         self.retries: dict[str, int] = {}  # reason -> how often
         self.asked = self.given_up = 0
+        self.looked = 0.0
         self.random = random.Random()
 
     async def __aenter__(self) -> "Pool":
@@ -164,6 +167,10 @@ class Pool:
 
     def _stop_if_nobody_answers(self) -> None:
         now, p = time.monotonic(), self.patience
+        if now - self.looked > LOOK_S:
+            self.looked = now
+            if all(s.endpoint.lives and not s.endpoint.lives() for s in self.servers):
+                self._stop("the server has died")
         at_work = any(now - began > p.pong_s for s in self.servers for began in s.in_flight.values())
         if now - self.answered > p.give_up_s and not at_work:
             self._stop(f"no server has answered for {duration(now - self.answered)}")
@@ -230,7 +237,7 @@ class Pool:
 
     async def _post(self, server: _Server, path: str, body: dict[str, Any]) -> Reply:
         """One try. Raises _Again, RequestError, SurroundingsError, or ContractError."""
-        url, model = server.endpoint
+        url, model, _ = server.endpoint
         try:
             async with self.session.post(f"{url}{path}", json=body | {"model": model}) as answer:
                 data = await _read(answer, url)

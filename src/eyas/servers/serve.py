@@ -8,7 +8,7 @@ Reads the recipe, drafter/best and verdict.json; writes servers/NAME.log and the
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,6 +92,7 @@ class Running(NamedTuple):
     url: str
     model: str
     engine: str  # with version and device
+    lives: Callable[[], bool]  # whether any of its processes does
 
 
 @contextlib.contextmanager
@@ -125,7 +126,7 @@ def running(
     record = launch.start(made)
     say(f"  ready at {record.url} after {duration(time.monotonic() - began)}")
     try:
-        yield Running(record.url, record.model, engine.label)
+        yield Running(record.url, record.model, engine.label, lambda: bool(records.members(record)))
     except SurroundingsError as e:
         if launch.answers(record.url):
             raise
