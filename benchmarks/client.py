@@ -47,7 +47,7 @@ def serve(folder: str, count: int, core: int, address) -> None:
         "choices": [{"message": {"role": "assistant", "content": text}, "token_ids": ids, "finish_reason": "length"}],
         "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)},
     }  # fmt: skip
-    with Stub(tokenizer, prepared=json.dumps(body).encode()) as stub:
+    with Stub(tokenizer, prepared=json.dumps(body).encode(), longest=8192) as stub:
         address.put(stub.url)
         threading.Event().wait()
 
@@ -90,7 +90,7 @@ def main() -> None:
                     (len(conversations.parts(root / "run" / "conversations")), process.memory_info().rss)
                 )
 
-        watcher = threading.Thread(target=watch)
+        watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         began, cpu = time.perf_counter(), time.process_time()
         resolved, rundir, values = pipeline.open_run(str(root / "client.yaml"), (), str(root / "run"))

@@ -53,10 +53,13 @@ class Request(NamedTuple):
 
 
 class Stub:
-    def __init__(self, tokenizer, behave=lambda request: "well", answer=None, words=12, prepared=None):
+    def __init__(
+        self, tokenizer, behave=lambda request: "well", answer=None, words=12, prepared=None, longest=250
+    ):
         self.tokenizer, self.behave, self.words = tokenizer, behave, words
         self.special = answer  # body -> a message and ids of one's own, or None
         self.asked, self.count, self.hanging = Counter(), 0, False
+        self.longest = longest
         self.prepared = prepared  # bytes that are always answered, for speed
         self.bodies = []
 
@@ -92,7 +95,7 @@ class Stub:
     async def _models(self, request):
         if self.hanging:
             await asyncio.sleep(600)
-        return web.json_response({"data": [{"id": "stub", "max_model_len": 250}]})
+        return web.json_response({"data": [{"id": "stub", "max_model_len": self.longest}]})
 
     async def _complete(self, request):
         """Only the ranks of a prompt's ids."""

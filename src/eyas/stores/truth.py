@@ -7,6 +7,7 @@ import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from eyas.stores.conversations import Row
@@ -31,7 +32,7 @@ SCRIPTS = {
 
 def script(text: str) -> str:
     """The script of most of a text's first letters; Kana anywhere in Han text says Japanese, so Kana wins over Han."""
-    letters = [c for c in text[: 10 * LETTERS] if c.isalpha()][:LETTERS]
+    letters = list(islice((c for c in text if c.isalpha()), LETTERS))
     found: Counter[str] = Counter()
     for c in letters:
         found["Latin" if c.isascii() else SCRIPTS.get(unicodedata.name(c, "?").split()[0], "other")] += 1
