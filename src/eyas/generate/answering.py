@@ -249,9 +249,7 @@ class Server:
         self.stop_ids = resolved.target.stop_ids
         self.longest = min(resolved.target.context, longest or resolved.target.context)
         self.tokenizer = chat.tokenizer
-        self.tries: dict[
-            str, int
-        ] = {}  # row id -> number of the try that was answered, where it was not the first
+        self.tries: dict[str, int] = {}  # row id -> number of its last try, where it was not the first
         self.retries: dict[str, int] = {}
 
     # ---- conversations ----
@@ -502,7 +500,11 @@ class _Trial:
 
     def _thinks(self) -> None:
         wanted = self.server.chat.thinks(self.server.options.thinking)
-        if wanted.value and not any(a.said.reasoning or self._cut(a) for _, a, _ in self.held):
+        if (
+            wanted.value
+            and len(self.held) >= TRIAL / 2
+            and not any(a.said.reasoning or self._cut(a) for _, a, _ in self.held)
+        ):
             raise UsageError(
                 f"the target should think ({wanted.reason}), and none of {len(self.held)} answers of {self.server.url} holds a thought: a drafter "
                 "would never see what it writes most. Is the server's reasoning parser right, is thinking turned off there (generate.template)? "

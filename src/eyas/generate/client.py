@@ -33,6 +33,7 @@ from eyas.servers import client
 from eyas.servers.client import Reply
 
 AGAIN = {408, 409, 425, 429}
+PINGS = 2  # without a reply, until a server counts as hung
 LOOK_S = 0.5  # between two looks at the processes of servers that are ours
 LARGEST = 64 * 2**20  # bytes of an answer: a million ids with their text
 
@@ -68,6 +69,7 @@ class _Server:
     away_until: float = 0.0
     away_s: float = 0.0
     heard: float = 0.0  # when it last answered anything
+    missed: int = 0  # pings in a row
     last: str = "not asked yet"
     hung: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -220,11 +222,12 @@ class Pool:
             for server, lives in zip(
                 silent, await asyncio.gather(*(self._ping(s) for s in silent)), strict=True
             ):
+                server.missed = 0 if lives else server.missed + 1
                 if lives:
                     server.heard = time.monotonic()
-                else:
+                elif server.missed == PINGS:
                     server.hung.set()
-                    server.hung = asyncio.Event()
+                    server.hung, server.missed = asyncio.Event(), 0
 
     async def _ping(self, server: _Server) -> bool:
         limits = aiohttp.ClientTimeout(total=self.patience.pong_s)
@@ -245,6 +248,8 @@ class Pool:
                     _refuse(url, answer.status, data, answer.headers.get("Retry-After"))
         except aiohttp.ClientConnectorError as e:
             raise _Again(f"nobody answers ({e.strerror or e})") from e
+        except aiohttp.ConnectionTimeoutError as e:
+            raise _Again(f"nobody answers (no connection within {duration(self.patience.connect_s)})") from e
         except TimeoutError as e:
             raise _Again(f"no answer within {duration(self.patience.answer_s)}") from e
         except (aiohttp.ClientError, OSError) as e:

@@ -48,9 +48,9 @@ class Parts:
     def _index(self, path: Path) -> None:
         try:
             names = conversations.row_ids(path)
-        except ContractError as e:
+        except ContractError:
             path.replace(path.with_name(f"torn-{path.name}"))
-            say(f"  {e} It is set aside as torn-{path.name}, and its rows are asked again.")
+            say(f"  {path} cannot be read: set aside as torn-{path.name}, and its rows are asked again")
             return
         number = conversations.number(path)
         if len(set(names)) < len(names) or self.place.keys() & set(names):
