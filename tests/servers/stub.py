@@ -21,29 +21,7 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-END = 3
-WORDS = [
-    "the",
-    "red",
-    "fox",
-    "ran",
-    "over",
-    "a",
-    "slow",
-    "green",
-    "hill",
-    "and",
-    "saw",
-    "an",
-    "old",
-    "mill",
-    "near",
-    "our",
-    "house",
-    "today",
-    "why",
-    "not",
-]
+from tests.conftest import END, WORDS
 
 
 class Request(NamedTuple):

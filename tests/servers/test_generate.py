@@ -498,3 +498,20 @@ def test_a_part_is_written_after_a_while_full_or_not(monkeypatch, tmp_path):
         made.add(row)
         made.add(replace(row, row_id="b"))
     assert len(conversations.parts(tmp_path)) == 2
+
+
+def test_ctrl_c_keeps_every_answer_that_has_come(recipe_file, tmp_path, well):
+    with Stub(byte_tokenizer(), lambda r: "slow") as stub:
+        words = ["--set", "engine.name=vllm", "--set", f"engine.url={stub.url}", "--set", "generate.max_tokens=100", "--set", "generate.concurrency=1"]  # fmt: skip
+        command = [sys.executable, "-m", "eyas", "run", str(recipe_file), "--run", str(tmp_path / "run"), "--until", "generate", *words]  # fmt: skip
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        while stub.count < 12 and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 130 and "Traceback" not in said
+        had, kept = stub.count, len(rows(tmp_path / "run"))
+        assert had - 1 <= kept <= had < len(well)
+        done = subprocess.run(command, stderr=subprocess.DEVNULL)
+        assert done.returncode == 0 and stub.count <= len(well) + 1
+    same(tmp_path / "run", well)
