@@ -19,6 +19,18 @@ def test_the_script_of_a_text(text, name):
     assert truth.script(text) == name
 
 
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("The quick brown fox jumps over the lazy dog and runs home.", "en"), ("Der schnelle braune Fuchs springt über den faulen Hund.", "de"),
+        ("El zorro marrón salta sobre el perro perezoso y vuelve a casa.", "es"), ("这是一本关于狐狸的书，它住在磨坊附近", "zh"), ("これは狐についての本です", "ja"),
+        ("42", "unsure"), ("", "unsure"),
+    ],
+)  # fmt: skip
+def test_the_language_of_a_text(text, name):
+    assert truth.language(text) == name
+
+
 def test_an_answer_that_goes_round_in_circles():
     assert truth.loops([1, 2, 3, 4, 5] * 12) and not truth.loops([1, 2, 3] * 5), "short ones are none"
     assert not truth.loops(list(range(60))) and not truth.loops([*range(40), *range(30)])
@@ -65,6 +77,7 @@ def test_figures_of_four_rows_and_a_flagged_one():
     }
     t = body["truth"]
     assert (t["truncated"], t["ends_of_turn"], t["loops"], t["refusals"]) == (0.5, 0.5, 0.25, 0.25)
+    assert sum(t["languages"].values()) == 4
     assert (t["thoughts"], t["cut_while_thinking"], t["calls"]) == (0.25, 0.25, 0.25)
     assert (
         t["lengths"]["completion"]["100"] == 80 and body["read_otherwise"] == 1 and body["longest_row"] == 82

@@ -114,7 +114,13 @@ def _truth(about: dict[str, Any]) -> str:
     out = [f"{t[key]:.1%} {name}" for key, name in names.items() if t[key] or key == "ends_of_turn"]
     lengths = t["lengths"]["completion"]
     out.append(f"length {lengths['5']} / {lengths['50']} / {lengths['95']} tokens at 5 / 50 / 95 %")
-    out += [f"{n:,} in {name} script" for name, n in t["scripts"].items()]
+    out += [
+        f"{n:,} in {name} script" if name != "none" else f"{n:,} without letters"
+        for name, n in t["scripts"].items()
+    ]
+    if asked := sum(t["languages"].values()):
+        named = ", ".join(f"{name} {n / asked:.0%}" for name, n in list(t["languages"].items())[:8])
+        out.append(f"languages of {asked:,}: {named}")
     if found := about["on_policy"]:
         out.append(
             f"{found['agrees'] / found['positions']:.1%} of {found['positions']:,} greedy tokens are the target's own first choice"

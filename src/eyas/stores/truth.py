@@ -1,8 +1,9 @@
-"""What is true of rows and prompts, in numbers: finishes, ends of turn, lengths, scripts, loops, refusals.
+"""What is true of rows and prompts, in numbers: finishes, ends of turn, lengths, scripts, languages, loops, refusals.
 
 Each row is looked at once, as it is written or read back; what is kept of it is a few numbers.
 """
 
+import functools
 import unicodedata
 from array import array
 from collections import Counter
@@ -18,6 +19,11 @@ LOOP_TOKENS, LOOP_RUN, LOOP_SHARE = (
     0.5,
 )  # answers so long, with fewer distinct runs than this share, go round in circles
 LETTERS = 300  # of a text, that tell its script
+LANGUAGES, LANGUAGE_TEXT, SURE = (
+    1000,
+    1000,
+    0.4,
+)  # answers whose language is asked, characters of each, and the probability that counts
 REFUSALS = (
     "i'm sorry, but i can", "i’m sorry, but i can", "i cannot assist", "i can't assist", "i can’t assist", "i cannot help with", "i can't help with",
     "i can’t help with", "i'm unable to", "i’m unable to", "i am unable to", "as an ai language model, i can", "i cannot provide", "i can't provide",
@@ -41,6 +47,19 @@ def script(text: str) -> str:
     if found["Kana"] and found["Kana"] + found["Han"] > len(letters) / 2:
         return "Kana"
     return found.most_common(1)[0][0]
+
+
+@functools.cache
+def _identifier() -> Any:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier  # a second to load
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+def language(text: str) -> str:
+    """Its ISO 639-1 code, or "unsure" where that is no more than a guess: short answers, code, figures."""
+    name, share = _identifier().classify(text[:LANGUAGE_TEXT])
+    return str(name) if share >= SURE else "unsure"
 
 
 def loops(ids: list[int]) -> bool:
@@ -73,6 +92,7 @@ class Figures:
         self.otherwise = self.ends = self.looped = self.refused = self.thought = self.cut_thoughts = (
             self.calls
         ) = self.longest = 0
+        self.languages: Counter[str] = Counter()
         self.lengths = {"prompt": array("i"), "completion": array("i")}
 
     def add(self, r: Row) -> None:
@@ -87,6 +107,8 @@ class Figures:
         c["tokens"]["prompt"] += len(r.prompt_ids)
         c["tokens"][f"completion_{r.split}"] += len(r.completion_ids)
         c["scripts"][script(r.text or r.reasoning)] += 1
+        if self.languages.total() < LANGUAGES:
+            self.languages[language(r.text or r.reasoning)] += 1
         self.otherwise += r.otherwise
         self.ends += bool(self.stop_ids.intersection(r.completion_ids[-1:]))
         self.looped += loops(r.completion_ids)
@@ -119,6 +141,7 @@ class Figures:
                 "cut_while_thinking": self.cut_thoughts / n,
                 "calls": self.calls / n,
                 "scripts": dict(self.counts["scripts"].most_common()),
+                "languages": dict(self.languages.most_common()),
                 "lengths": {name: percentiles(values) for name, values in self.lengths.items()},
             },
         }
