@@ -269,6 +269,8 @@ class Server:
                 async def worker() -> None:
                     for conversation in conversations:
                         await self._walk(conversation, pool, trial)
+                        if interrupt.asked():
+                            return
 
                 async with asyncio.TaskGroup() as group:
                     for _ in range(self.options.concurrency):
@@ -280,6 +282,7 @@ class Server:
             trial.end()  # what was answered before is kept
             raise
         trial.end()
+        interrupt.safe_place()
         if self.retries:
             often = ", ".join(f"{why}: {n:,}" for why, n in sorted(self.retries.items()))
             say(f"  asked again: {often}")
@@ -292,7 +295,8 @@ class Server:
             job = _step(conversation, trial.sink)
             if job is None:
                 continue
-            interrupt.safe_place()
+            if interrupt.asked():  # answers that are on their way are waited for
+                return
             try:
                 reply = await pool.ask(CHAT, self._body(job))
             except RequestError as e:
