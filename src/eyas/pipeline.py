@@ -236,6 +236,12 @@ def stale(stage: Stage, resolved: Resolved, rundir: RunDir) -> list[str]:
     )
 
 
+def refused(stage: Stage, resolved: Resolved, rundir: RunDir) -> list[str]:
+    """Of the differences, those with which a costly stage cannot go on."""
+    differences = rundir.differences(stage.name, inputs_of(stage, resolved, rundir))
+    return [said for key, said in differences.items() if not _under(key, stage.kept)]
+
+
 def work(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     """Run one stage, or skip it when it is finished and fresh; returns its manifest.
 
@@ -249,7 +255,7 @@ def work(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     inputs = inputs_of(stage, resolved, rundir)
     differences = {} if stage.name == "report" else rundir.differences(stage.name, inputs)
     if differences and stage.costly:
-        if hard := [said for key, said in differences.items() if not _under(key, stage.kept)]:
+        if hard := refused(stage, resolved, rundir):
             rundir.refuse_stale(stage.name, hard)
         say(
             f"{stage.name}: goes on with what is there and still wanted, since {'; '.join(differences.values())}"

@@ -38,7 +38,9 @@ def status(resolved: Resolved, rundir: RunDir) -> list[Standing]:
             continue
         differences = pipeline.stale(stage, resolved, rundir)
         if differences:
-            out.append(Standing(stage.name, "stale", seconds, "; ".join(differences)))
+            goes_on = stage.costly and not pipeline.refused(stage, resolved, rundir)
+            note = "keeps what is still wanted: " if goes_on else ""
+            out.append(Standing(stage.name, "stale", seconds, note + "; ".join(differences)))
         elif rundir.finished(stage.name):
             out.append(Standing(stage.name, "done", seconds, ""))
         else:

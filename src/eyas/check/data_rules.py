@@ -43,10 +43,11 @@ def is_states(folder: Path) -> bool:
 def of_conversations(folder: Path, target: Target | None) -> Iterator[Finding]:
     """Every finding of a conversations folder."""
     try:
-        rows = list(conversations.read(folder))
+        every = [r for path in conversations.parts(folder) for r in conversations.read_part(path)]
     except ContractError as e:
         yield error("data-files", str(e), AGAIN)
         return
+    rows = [r for r in every if not r.flag]
     yield from _manifest(folder, AGAIN)
     if not rows:
         yield error("data-files", f"{folder} holds no row", AGAIN)
@@ -55,7 +56,7 @@ def of_conversations(folder: Path, target: Target | None) -> Iterator[Finding]:
     yield from _doubles(folder, rows)
     yield from _written_by(folder, rows, target)
     yield from _thoughts(folder, rows, target)
-    yield from _truth(folder, rows, target)
+    yield from _truth(folder, every, target)
     yield from _like_the_evaluation(folder)
     yield from _amounts(folder, rows)
 
@@ -162,13 +163,12 @@ def _thoughts(folder: Path, rows: list[Row], target: Target | None) -> Iterator[
         )  # fmt: skip
 
 
-def _truth(folder: Path, rows: list[Row], target: Target | None) -> Iterator[Finding]:
+def _truth(folder: Path, every: list[Row], target: Target | None) -> Iterator[Finding]:
     """Shares of rows that a drafter had better not learn much from."""
     figures = truth.Figures(target.stop_ids if target else ())
-    for path in conversations.parts(folder):
-        for row in conversations.read_part(path):
-            figures.add(row)
-    n = max(len(rows), 1)
+    for row in every:
+        figures.add(row)
+    n = max(len(every), 1)
     for what, count, most, fix in (
         ("go round in circles", figures.looped, LOOPS, "sample at a temperature that the target was made for"),
         ("begin with a refusal", figures.refused, REFUSALS, "look at the prompts: a drafter for your traffic learns its answers"),

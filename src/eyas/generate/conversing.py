@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from eyas.errors import UsageError
 from eyas.generate.chat import Chat, NotSpelled
@@ -193,6 +193,29 @@ class Conversation:
         if not self.over and not said.text and not said.reasoning:
             return self.end("the answer before it is empty")
         return None
+
+
+class Answered(NamedTuple):
+    prompt_ids: list[int]
+    ids: list[int]
+    finish_reason: str  # "stop", "length" or "tool_calls"
+    said: Said
+    source: str = "ids"
+    flag: str = ""  # why the row is left out
+
+
+class Sink(Protocol):
+    """Where answers go, and what is there already."""
+
+    def known(self, conversation: Conversation, job: Job) -> Stored | None: ...
+
+    def row(self, job: Job, answered: Answered, results: list[dict[str, Any]]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def refused(self, lost: Quarantined, turns: int) -> None: ...
+
+    def unanswered(self, job: Job, call: str) -> None: ...
 
 
 def function_of(word: str | None) -> Function | None:

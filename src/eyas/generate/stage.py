@@ -13,9 +13,9 @@ from typing import Any
 from eyas.errors import UsageError
 from eyas.generate import prompts as prompt_files
 from eyas.generate import selfprompt
-from eyas.generate.answering import Answered, Answering, Server, answering
+from eyas.generate.answering import Answering, Server, answering
 from eyas.generate.chat import Chat
-from eyas.generate.conversing import Conversation, Job, Setting, Stored, function_of
+from eyas.generate.conversing import Answered, Conversation, Job, Setting, Stored, function_of
 from eyas.generate.keeping import Keeper
 from eyas.generate.parts import Parts
 from eyas.generate.prompts import Mixture, Prompt, Quarantined
