@@ -223,6 +223,7 @@ class Server:
         self.options, self.target, self.chat = resolved.recipe.generate, resolved.target, chat
         self.endpoints, self.engine, self.steps = endpoints, engine, steps
         self.url, self.model, _ = endpoints[0]
+        self.where = ", ".join(e.url for e in endpoints)
         self.stop_ids = resolved.target.stop_ids
         self.longest = min(resolved.target.context, longest or resolved.target.context)
         self.tokenizer = chat.tokenizer
@@ -237,7 +238,7 @@ class Server:
         Raises ContractError where the servers cannot be the target, RequestError where they refuse everything, UsageError where thoughts
         are missing, SurroundingsError where nobody answers any more.
         """
-        trial = Trial(self.url, self.chat, self.options.thinking, sink)
+        trial = Trial(self.where, self.chat, self.options.thinking, sink)
 
         async def work() -> None:
             async with Pool(self.endpoints, self._patience()) as pool:
@@ -331,7 +332,7 @@ class Server:
         ids = reply.ids or []
         if max(max(ids), max(reply.prompt_ids or [0])) >= self.target.vocab or min(ids) < 0:
             raise ContractError(
-                f"{self.url} answered with token id {max(max(ids), max(reply.prompt_ids or [0]))}, and the target has {self.target.vocab:,}: "
+                f"{self.where} answered with token id {max(max(ids), max(reply.prompt_ids or [0]))}, and the target has {self.target.vocab:,}: "
                 "it serves another model."
             )
         if len(ids) > self.options.max_tokens:
