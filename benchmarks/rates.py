@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eyas import __version__, pipeline
 from eyas.extract import stage as extract
-from eyas.feed import ahead
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir
 from eyas.stores import conversations
@@ -124,7 +123,7 @@ def steps(resolved: Resolved, rundir: RunDir, data: train.Data, a: argparse.Name
     began, pairs = 0.0, 0
     waiting = []
     profiler = torch.profiler.profile() if a.profile else None
-    for number, (rows, batches) in enumerate(zip(todo, ahead(todo, trainer._batches), strict=True)):
+    for number, (rows, batches) in enumerate(zip(todo, trainer.prepared(todo), strict=True)):
         if number == WARM_UP:
             trainer._record(waiting[-1])
             began = time.perf_counter()

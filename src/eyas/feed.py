@@ -13,16 +13,39 @@ U = TypeVar("U")
 DEPTH = 2
 
 
-def ahead(items: Iterable[T], make: Callable[[T], U]) -> Iterator[U]:
-    """make(item) of each item in order, up to two of them prepared on a thread. What make raises is raised here."""
+def ahead(
+    items: Iterable[T], make: Callable[[T], U], tensors: Callable[[U], Iterable[Tensor]] | None = None
+) -> Iterator[U]:
+    """make(item) of each item in order, up to two of them prepared on a thread. What make raises is raised here.
+
+    tensors: those that make puts on a GPU. They are then made on a stream of their own, beside the work that is in hand, and the
+    current stream waits for them.
+    """
+    stream = torch.cuda.Stream() if tensors else None
+
+    def made(item: T) -> tuple[U, torch.cuda.Event | None]:
+        if stream is None:
+            return make(item), None
+        with torch.cuda.stream(stream):
+            return make(item), stream.record_event()
+
+    def ready(work: Future[tuple[U, torch.cuda.Event | None]]) -> U:
+        value, event = work.result()
+        if event and tensors:
+            here = torch.cuda.current_stream()
+            here.wait_event(event)
+            for t in tensors(value):
+                t.record_stream(here)  # its memory is not given to the other stream before this one is done with it
+        return value
+
     with ThreadPoolExecutor(1) as pool:
-        waiting: deque[Future[U]] = deque()
+        waiting: deque[Future[tuple[U, torch.cuda.Event | None]]] = deque()
         for item in items:
-            waiting.append(pool.submit(make, item))
+            waiting.append(pool.submit(made, item))
             if len(waiting) > DEPTH:
-                yield waiting.popleft().result()
+                yield ready(waiting.popleft())
         while waiting:
-            yield waiting.popleft().result()
+            yield ready(waiting.popleft())
 
 
 class Later:

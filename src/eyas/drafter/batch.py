@@ -17,10 +17,13 @@ Example, prompt [a b c], completion [d e f g] (s = 3, e = 7): live t = 2, 3, 4.
     2   4   f       g       y[5]      1
 
 K step-0 keys, M live positions, L aux layers, D target width, B rows, Q most live positions of a row, J most keys.
+
+On a GPU both K and M are rounded up with rows that live at no step (`multiple`), so that shapes repeat from batch to batch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,7 +35,8 @@ MAX_STEPS = 16
 
 @dataclass(frozen=True)
 class Batch:
-    """Flat tensors on one device, and the places in the padded grids that attention uses."""
+    """Flat tensors on one device, and the places in the padded grids that attention uses. Fields of K and M hold `multiple`'s
+    empty rows at their end; the grids and bounds do not."""
 
     key_token_K: Tensor  # x[t+1] of each key
     key_aux_KLD: Tensor  # g[t] of each key
@@ -42,22 +46,36 @@ class Batch:
     truth_M: Tensor  # x[t+2]
     last_MD: Tensor  # y[t+1], before the final norm
     top1_M: Tensor  # the target's argmax after position t+1
+    steps_M: Tensor  # at how many draft steps m lives, without a limit; 0 of an empty row
     grid_M: Tensor  # place of m in the flattened query grid [B*Q]
     key_grid_K: Tensor  # place of a key in the flattened key grid [B*J]
     first_B: Tensor  # key number (in its row) of a row's first live position: s - 1
-    live: tuple[
-        Tensor, ...
-    ]  # [k]: the positions m that live at draft step k; ends where nothing lives, or at `steps`
-    stays: tuple[Tensor, ...]  # [k]: where in live[k-1] those of live[k] stand
-    steps: int  # how many draft steps `live` was made for
+    query_bounds_B: Tensor  # [B+1] int32: first m of each row, and the end
+    key_bounds_B: Tensor  # [B+1] int32: first key of each row, and the end
+    steps: int  # how many draft steps the batch is for
     queries: int  # Q
     keys: int  # J
-    row_starts: tuple[int, ...]  # first m of each row, and M
+    row_starts: tuple[int, ...]  # first m of each row, and the end
+    pairs_S: tuple[int, ...]  # [k]: live pairs at draft step k
 
     @property
     def pairs(self) -> int:
         """Live pairs at step 0, which is the number of supervised tokens."""
-        return len(self.token_M)
+        return self.row_starts[-1]
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in vars(self).values() if isinstance(x, Tensor)]
+
+    @cached_property
+    def live(self) -> tuple[Tensor, ...]:
+        """[k]: the positions m that live at draft step k; ends where nothing lives, or at `steps`."""
+        return tuple((self.steps_M > k).nonzero()[:, 0] for k in range(len(self.pairs_S)))
+
+    @cached_property
+    def stays(self) -> tuple[Tensor, ...]:
+        """[k]: where in live[k-1] those of live[k] stand."""
+        gone = [(self.steps_M[now] > k + 1).nonzero()[:, 0] for k, now in enumerate(self.live[:-1])]
+        return (self.live[0], *gone)
 
 
 def usable(row: RowStates | RowRef) -> bool:
@@ -65,9 +83,11 @@ def usable(row: RowStates | RowRef) -> bool:
     return row.start >= 1 and len(row) - row.start >= 2
 
 
-def pack(rows: Sequence[RowStates], device: torch.device | str = "cpu", steps: int = MAX_STEPS) -> Batch:
-    """Pack usable rows end to end for up to `steps` draft steps. All index arithmetic is done on the CPU and moved at once:
-    nothing here waits for a GPU. Raises ValueError for a row that is not usable.
+def pack(
+    rows: Sequence[RowStates], device: torch.device | str = "cpu", steps: int = MAX_STEPS, multiple: int = 1
+) -> Batch:
+    """Pack usable rows end to end for up to `steps` draft steps, and round K and M up to a multiple. All index arithmetic is
+    done on the CPU and moved at once: nothing here waits for a GPU. Raises ValueError for a row that is not usable.
     """
     for row in rows:
         if not usable(row):
@@ -79,36 +99,44 @@ def pack(rows: Sequence[RowStates], device: torch.device | str = "cpu", steps: i
     row_M, place_M = _enumerate(lives_B)
     key0_B = keys_B.cumsum(0) - keys_B
     queries, keys = int(lives_B.max()), int(keys_B.max())
-    steps_M = lives_B[row_M] - place_M
-    live, stays = [torch.arange(len(row_M))], [torch.arange(len(row_M))]
-    for k in range(1, min(steps, queries)):
-        stays.append((steps_M[live[-1]] > k).nonzero()[:, 0])
-        live.append(live[-1][stays[-1]])
-    whole = {
-        "key_token_K": torch.cat([r.ids_T[1:-1] for r in rows]).long(),
-        "key_pos_K": place_K,
-        "query_key_M": key0_B[row_M] + start_B[row_M] - 1 + place_M,
-        "token_M": torch.cat([r.ids_T[r.start : -1] for r in rows]).long(),
-        "truth_M": torch.cat([r.ids_T[r.start + 1 :] for r in rows]).long(),
-        "top1_M": torch.cat([r.top1_T[r.start : -1] for r in rows]).long(),
+    more_K, more_M = -len(row_K) % multiple, -len(row_M) % multiple
+    flat = {
+        "key_token_K": _padded(torch.cat([r.ids_T[1:-1] for r in rows]).long(), more_K),
+        "key_pos_K": _padded(place_K, more_K),
+        "query_key_M": _padded(key0_B[row_M] + start_B[row_M] - 1 + place_M, more_M),
+        "token_M": _padded(torch.cat([r.ids_T[r.start : -1] for r in rows]).long(), more_M),
+        "truth_M": _padded(torch.cat([r.ids_T[r.start + 1 :] for r in rows]).long(), more_M),
+        "top1_M": _padded(torch.cat([r.top1_T[r.start : -1] for r in rows]).long(), more_M),
+        "steps_M": _padded(lives_B[row_M] - place_M, more_M),
         "grid_M": row_M * queries + place_M,
         "key_grid_K": row_K * keys + place_K,
         "first_B": start_B - 1,
-        **{f"live {k}": x for k, x in enumerate(live)},
-        **{f"stays {k}": x for k, x in enumerate(stays)},
     }
-    moved = _move(whole, torch.device(device))
+    aux, last = [r.aux_TLD[:-2] for r in rows], [r.last_TD[r.start : -1] for r in rows]
+    aux.append(aux[0].new_zeros(more_K, *aux[0].shape[1:]))
+    last.append(last[0].new_zeros(more_M, last[0].shape[1]))
+    to = torch.device(device)
+    moved = _move(flat, to)
     return Batch(
-        live=tuple(moved.pop(f"live {k}") for k in range(len(live))),
-        stays=tuple(moved.pop(f"stays {k}") for k in range(len(stays))),
         **moved,
-        key_aux_KLD=_move_one(torch.cat([r.aux_TLD[:-2] for r in rows]), torch.device(device)),
-        last_MD=_move_one(torch.cat([r.last_TD[r.start : -1] for r in rows]), torch.device(device)),
+        key_aux_KLD=_move_one(torch.cat(aux), to),
+        last_MD=_move_one(torch.cat(last), to),
+        query_bounds_B=_move_one(_bounds(lives_B), to),
+        key_bounds_B=_move_one(_bounds(keys_B), to),
         steps=steps,
         queries=queries,
         keys=keys,
         row_starts=tuple([0, *lives_B.cumsum(0).tolist()]),
+        pairs_S=tuple(int((lives_B - k).clamp_min(0).sum()) for k in range(min(steps, queries))),
     )
+
+
+def _padded(x: Tensor, more: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(more)]) if more else x
+
+
+def _bounds(lengths_B: Tensor) -> Tensor:
+    return torch.cat([lengths_B.new_zeros(1), lengths_B.cumsum(0)]).int()
 
 
 def _enumerate(lengths_B: Tensor) -> tuple[Tensor, Tensor]:

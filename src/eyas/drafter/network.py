@@ -74,6 +74,10 @@ class Drafter(nn.Module):
             self.norm.weight.copy_(norm_D)
             self.d2t_W.copy_(kept_W - torch.arange(len(kept_W)))
 
+    def fc_norms(self) -> list[RMSNorm]:
+        """The norms before fc, in the order of its input: none, one, or one of each aux state."""
+        return [n for n in (self.input_norm, *self.fc_norm) if isinstance(n, RMSNorm)]
+
     @property
     def kept_W(self) -> Tensor:
         """Target id of each draft id (d2t holds offsets)."""
@@ -153,11 +157,13 @@ def unroll(
     x, residual = drafter.mix(embed(batch.key_token_K), drafter.fuse(batch.key_aux_KLD.to(dtype)))
     key_K, value_K = drafter.key_value(x, drafter.rotation(batch.key_pos_K))
     count = len(batch.first_B)
-    key = _spread(key_K, batch.key_grid_K, count, batch.keys)
-    value = _spread(value_K, batch.key_grid_K, count, batch.keys)
+    real = len(batch.key_grid_K)
+    key = _spread(key_K[:real], batch.key_grid_K, count, batch.keys)
+    value = _spread(value_K[:real], batch.key_grid_K, count, batch.keys)
     mask = visible(batch.keys, batch.queries, batch.first_B)
-    pos_M = batch.key_pos_K[batch.query_key_M]
-    x, residual = _take(x, batch.query_key_M), _take(residual, batch.query_key_M)
+    pos_M = batch.key_pos_K[batch.query_key_M[: batch.pairs]]
+    at = batch.query_key_M[: batch.pairs]
+    x, residual = _take(x, at), _take(residual, at)
     turn = drafter.rotation(pos_M)
     own: list[tuple[Tensor, Tensor]] = []
     chosen: Tensor | None = None

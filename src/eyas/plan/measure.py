@@ -8,7 +8,8 @@ import torch
 from eyas import warm
 from eyas.drafter.batch import pack
 from eyas.drafter.decode import decode
-from eyas.drafter.loss import Teacher, ttt_loss
+from eyas.drafter.gradients import ROW_MULTIPLE, Gradients, product_dtype
+from eyas.drafter.loss import Teacher
 from eyas.drafter.network import Drafter
 from eyas.engines.hf import HFEngine
 from eyas.recipe import Resolved
@@ -71,32 +72,27 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def _training(resolved: Resolved) -> Callable[[], object]:
-    """One forward and backward pass of a random drafter of the recipe's shape over random states."""
+    """The gradients of a random drafter of the recipe's shape over random states."""
     target, options = resolved.target, resolved.recipe.train
+    device, dtype = resolved.device, product_dtype(resolved.device, resolved.dtype)
     width, layers = target.hidden, len(resolved.aux_layers)
     vocab = min(options.draft_vocab, target.vocab)
-    drafter = Drafter(warm.contract(resolved, TRAIN_ROW_TOKENS)).to(resolved.device)
+    drafter = Drafter(warm.contract(resolved, TRAIN_ROW_TOKENS)).to(device)
     ids = torch.arange(TRAIN_ROW_TOKENS, dtype=torch.int32) % vocab
     rows = [
         RowStates(
             str(i), ids, torch.randn(TRAIN_ROW_TOKENS, layers, width), torch.randn(TRAIN_ROW_TOKENS, width), ids,
             TRAIN_ROW_TOKENS // 2,
         )
-        for i in range(TRAIN_ROWS[resolved.device])
+        for i in range(TRAIN_ROWS[device])
     ]  # fmt: skip
-    batch = pack(rows, resolved.device, options.ttt_steps)
+    batch = pack(rows, device, options.ttt_steps, ROW_MULTIPLE[device])
     teacher = Teacher(
-        torch.randn(vocab, width, device=resolved.device),
-        torch.ones(width, device=resolved.device),
+        torch.randn(vocab, width, device=device).to(dtype),
+        torch.ones(width, device=device),
         target.eps,
-        torch.arange(target.vocab, device=resolved.device),
-        torch.randn(target.vocab, width, device=resolved.device),
+        torch.arange(target.vocab, device=device),
+        torch.randn(target.vocab, width, device=device).to(dtype),
     )
-
-    def work() -> float:
-        with torch.autocast("cuda", torch.bfloat16, enabled=resolved.device == "cuda"):
-            loss = ttt_loss(drafter, teacher, batch, options.ttt_steps, options.ttt_decay)
-        loss.total.backward()
-        return float(loss.total.detach())
-
-    return work
+    gradients = Gradients(drafter, teacher, dtype, options.ttt_steps, options.ttt_decay, options.loss)
+    return lambda: float(gradients.add(batch, batch.pairs).total)

@@ -24,15 +24,21 @@ def epoch_steps(lengths: Sequence[int], tokens_per_step: int, seed: int, epoch: 
     return steps
 
 
-def micro_batches(rows: Sequence[int], lengths: Sequence[int], micro_tokens: int) -> list[list[int]]:
-    """A step's rows in batches of similar length, at most micro_tokens each when padded to the longest."""
+def micro_batches(
+    rows: Sequence[int], lengths: Sequence[int], micro_tokens: int, padded: bool = True
+) -> list[list[int]]:
+    """A step's rows in batches of similar length, at most micro_tokens each; `padded`: when padded to the longest."""
     batches: list[list[int]] = []
+    tokens = 0
     for i in sorted(
         rows, key=lambda r: -lengths[r]
     ):  # the longest first: memory runs out at once or not at all
-        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > micro_tokens:
+        each = lengths[batches[-1][0]] if batches and padded else lengths[i]
+        if not batches or tokens + each > micro_tokens:
             batches.append([])
+            tokens, each = 0, lengths[i]
         batches[-1].append(i)
+        tokens += each
     return batches
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from eyas import interrupt, warm
 from eyas.drafter.batch import Batch, pack, usable
-from eyas.drafter.loss import Teacher, ttt_loss
+from eyas.drafter.gradients import ROW_MULTIPLE, product_dtype
+from eyas.drafter.loss import Teacher
 from eyas.drafter.network import Drafter
 from eyas.errors import ContractError
 from eyas.feed import Later, ahead
@@ -30,13 +32,13 @@ from eyas.stores import conversations, states
 from eyas.stores.states import RowRef, RowStates
 from eyas.train import checkpoint, evaluation, parent, records, schedule, vocabulary
 from eyas.train.parent import Parent
+from eyas.train.updates import TTT, Updates
 
 MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}
 EVAL_K = 5  # replay drafts this deep, or as deep as training went
 SAVE_EVERY_S = 60.0
 RESIDENT_SHARE = 0.5  # of the free GPU memory: states that fit into it are moved there once
 UNREAD = 1  # steps whose figures may still be on the GPU while the next is launched
-BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 
 
 class Data(NamedTuple):
@@ -190,16 +192,17 @@ def _print_vocabulary(vocab: vocabulary.Vocabulary, data: Data, origin: str = ""
 
 
 def make_teacher(resolved: Resolved, kept_W: Tensor) -> Teacher:
-    """Head rows of the kept ids, final norm, embedding: float32, on the training device."""
+    """Head rows of the kept ids and embedding in the type of training's products, final norm, on the training device."""
     target, device = resolved.target, resolved.device
+    dtype = product_dtype(device, resolved.dtype)
     draft_id = torch.full((target.vocab,), -1, device=device)
     draft_id[kept_W.to(device)] = torch.arange(len(kept_W), device=device)
     return Teacher(
-        head_WD=target.head_VD()[kept_W].float().to(device),
+        head_WD=target.head_VD()[kept_W].to(device, dtype),
         norm_D=target.final_norm_D().to(device),
         eps=target.eps,
         draft_id_V=draft_id,
-        embedding_VD=target.embedding_VD().float().to(device),
+        embedding_VD=target.embedding_VD().to(device, dtype),
     )
 
 
@@ -212,7 +215,7 @@ class Started(NamedTuple):
     rate: float
     pairs: int
     seen: list[int]  # pairs at each draft step
-    figures: Later  # loss sum, gradient norm, hits at each draft step
+    figures: Later  # loss, gradient norm, hits at each draft step
 
 
 class Trainer:
@@ -246,13 +249,8 @@ class Trainer:
                 self.options.seed, vocab.kept_W, self.teacher.head_WD.cpu(), self.teacher.norm_D.cpu()
             )
         self.drafter.to(self.device)
-        self.optimizer = torch.optim.AdamW(
-            self.drafter.parameters(),
-            lr=self.options.lr,
-            betas=BETAS,
-            weight_decay=WEIGHT_DECAY,
-            fused=self.device == "cuda",
-        )
+        ttt = TTT(self.options.ttt_steps, self.options.ttt_decay, self.options.loss)
+        self.updates = Updates(self.drafter, self.teacher, self.teacher.head_WD.dtype, ttt, self.options.lr)
         self.lengths = [len(r) for r in data.train]
         self.pairs = [len(r) - r.start - 1 for r in data.train]
         self.supervised = sum(self.pairs)
@@ -271,7 +269,8 @@ class Trainer:
         """All epochs from where train/state stands; nothing to do when it stands at the end."""
         place: dict[str, Any] = {"step": 0, "epoch": 0, "best": 0.0}
         if self.state_file.is_file():
-            place = checkpoint.load(self.state_file, self.drafter, self.optimizer)
+            place = checkpoint.load(self.state_file, self.drafter, self.updates.optimizer)
+            self.updates.gradients.refresh()
             say(f"  resuming at step {place['step']} of {self.total_steps}")
         elif self.start:
             place["best"] = self._begin(self.start)
@@ -295,20 +294,20 @@ class Trainer:
 
             for epoch in range(place["epoch"], len(self.plan)):
                 todo = self.plan[epoch][place["step"] - done_before[epoch] :]
-                for rows, batches in zip(todo, ahead(todo, self._batches), strict=True):
+                for rows, batches in zip(todo, self.prepared(todo), strict=True):
                     unread.append(self._step(rows, batches, place["step"], epoch))
                     place["step"] += 1
                     settle(UNREAD)
                     if time.monotonic() - saved > SAVE_EVERY_S or interrupt.asked():
                         settle(0)
-                        checkpoint.save(self.state_file, self.drafter, self.optimizer, place)
+                        checkpoint.save(self.state_file, self.drafter, self.updates.optimizer, place)
                         saved = time.monotonic()
                         interrupt.safe_place()
                 settle(0)
                 tau = self._finish_epoch(epoch, place["best"])
                 board.add_scalar("held_out/tau", tau, epoch + 1)
                 place |= {"epoch": epoch + 1, "best": max(place["best"], tau)}
-                checkpoint.save(self.state_file, self.drafter, self.optimizer, place)
+                checkpoint.save(self.state_file, self.drafter, self.updates.optimizer, place)
 
     def _begin(self, start: Parent) -> float:
         """Measure what training starts with; raises ContractError where it lost the parent's skill."""
@@ -318,51 +317,28 @@ class Trainer:
         write_json(path, read_json(path) | {"came": came})
         return self._finish_epoch(-1, 0.0, metrics)
 
+    def prepared(self, todo: list[list[int]]) -> Iterator[list[Batch]]:
+        """The batches of each step, made ahead."""
+        on_gpu = (lambda batches: (t for b in batches for t in b.tensors())) if self.device == "cuda" else None
+        return ahead(todo, self._batches, on_gpu)
+
     def _batches(self, rows: list[int]) -> list[Batch]:
         return [
-            pack([self.data.train[i].load() for i in group], self.device, self.options.ttt_steps)
-            for group in schedule.micro_batches(rows, self.lengths, self.micro)
+            pack([self.data.train[i].load() for i in group], self.device, self.options.ttt_steps, ROW_MULTIPLE[self.device])
+            for group in schedule.micro_batches(rows, self.lengths, self.micro, padded=self.device == "cpu")
         ]
 
     def _step(self, rows: list[int], batches: list[Batch], step: int, epoch: int) -> "Started":
         """Launch one optimizer step over rows, accumulated over micro batches; its figures are read later."""
         rate = schedule.learning_rate(step, self.total_steps, self.options.lr)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        steps = self.options.ttt_steps
-        pairs = sum(self.pairs[i] for i in rows)
-        loss_sum, hits_K, seen = (
-            torch.zeros((), device=self.device),
-            torch.zeros(steps, device=self.device),
-            [0] * steps,
-        )
-        self.optimizer.zero_grad(set_to_none=True)
-        for batch in batches:
-            with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
-                loss = ttt_loss(
-                    self.drafter, self.teacher, batch, steps, self.options.ttt_decay, self.options.loss
-                )
-            (loss.total / pairs).backward()
-            loss_sum += loss.total.detach()
-            hits_K[: len(loss.pairs)] += loss.hits_K
-            for k, n in enumerate(loss.pairs):
-                seen[k] += n
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), CLIP)
-        self.optimizer.step()
-        return Started(
-            step + 1,
-            epoch + 1,
-            rows,
-            rate,
-            pairs,
-            seen,
-            Later(torch.cat([loss_sum[None], norm[None], hits_K])),
-        )
+        done = self.updates.apply(batches, rate)
+        figures = Later(torch.cat([done.loss[None], done.norm[None], done.hits_S]))
+        return Started(step + 1, epoch + 1, rows, rate, sum(b.pairs for b in batches), done.pairs_S, figures)
 
     def _record(self, started: "Started") -> dict[str, Any]:
         """The line of steps.jsonl. Raises ContractError when the loss or its gradient is not finite."""
-        loss_sum, norm, *hits = started.figures.read()[0].tolist()
-        if not math.isfinite(loss_sum) or not math.isfinite(norm):
+        loss, norm, *hits = started.figures.read()[0].tolist()
+        if not math.isfinite(loss) or not math.isfinite(norm):
             names = ", ".join(self.data.train[i].row_id for i in started.rows[:5])
             raise ContractError(
                 f"train: step {started.step}: the loss or its gradient is not finite (rows {names}, …). "
@@ -375,7 +351,7 @@ class Trainer:
         return {
             "step": started.step,
             "epoch": started.epoch,
-            "loss": loss_sum / started.pairs,
+            "loss": loss,
             "lr": started.rate,
             "grad_norm": norm,
             "pairs": started.pairs,

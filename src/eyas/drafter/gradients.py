@@ -1,0 +1,328 @@
+"""Loss and gradients of training-time test, forward and backward written out: what training runs.
+
+The same function as drafter/loss.py, which stays its specification (tests compare them), computed so that nothing is done twice and
+little is done that no supervised pair needs:
+
+    every key, step 0           fc, hidden_norm, keys and values; a prompt needs no more
+    every live position, once   the embedding's half of q, k, v: W [e; n] = W_e e + W_n n, and e of pair (m, k) is that of m + k
+                                the target's logits over the draft vocabulary
+    (m, k), k = 0 … S-1         the hidden half of q, k, v; attention; MLP; head: loss and its gradient in one go, a chunk of
+                                logits at a time
+    (m, k), k = S-1 … 0         the way back; n, x and silu(gate) * up are computed again instead of kept
+
+All M live positions are computed at each of the S steps: those past their row's end (S - 1 of a row at most) weigh 0 and reach
+nothing that counts, and every shape stays the same. Gradients and sums are float32; products, and what is kept between them, have one
+type, bfloat16 or float32.
+
+K step-0 keys, M live positions, m without the empty ones, S draft steps, D width, I width of the MLP, H heads, N key heads, E head
+width, L aux layers, W draft vocabulary, C rows of a chunk of logits.
+"""
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eyas.drafter import documents, pieces
+from eyas.drafter.batch import Batch
+from eyas.drafter.fused import Fused
+from eyas.drafter.loss import Loss, Teacher
+from eyas.drafter.network import Drafter
+
+CHUNK_BYTES = 2**29  # of logits at once
+ROW_MULTIPLE = {"cpu": 1, "cuda": 256}  # of a batch: shapes that repeat spare a GPU the search for kernels
+
+
+def ops_of(device: torch.device) -> ModuleType:
+    """Triton kernels on a GPU, their plain twins elsewhere."""
+    if device.type != "cuda":
+        return pieces
+    from eyas.drafter import kernels  # needs Triton
+
+    return kernels
+
+
+def product_dtype(device: str, target_dtype: str) -> torch.dtype:
+    """What training multiplies in: bfloat16 on a GPU that does so natively, elsewhere what the target computes in."""
+    if device == "cuda" and torch.cuda.is_bf16_supported():
+        return torch.bfloat16
+    return getattr(torch, target_dtype)
+
+
+class Places(NamedTuple):
+    """Where pairs read, at every draft step: index k + m of these."""
+
+    ahead: Tensor  # [S+M] the live position m + k, at most the last
+    key: Tensor  # [S+M] its key
+    pos_M: Tensor  # rope position of m
+    table_2PE: Tensor  # cosines and sines by position
+
+
+class Keys(NamedTuple):
+    """What every step-0 key is made of."""
+
+    unit_KX: Tensor  # aux states, normed without scale, X = L*D
+    embedded_KD: Tensor  # embedding of the token, normed without scale
+    live_MD: Tensor  # the same, of live positions
+    h_KD: Tensor  # fc's result
+    n_KD: Tensor  # hidden_norm of it
+    kv_KNE: Tensor  # keys, then values
+    half_q_MHE: Tensor  # the embedding's half of q, k and v
+    half_kv_KNE: Tensor
+
+
+class Wanted(NamedTuple):
+    """What the target says about every live position, and how much each pair counts."""
+
+    target_MW: Tensor  # its distribution over the draft vocabulary
+    certainty_M: Tensor  # sum of p log p
+    draft_id_M: Tensor  # of the target's argmax, -1 outside the draft vocabulary
+    weight_SM: Tensor  # decay^k / pairs; 0 of dead pairs and of those outside the vocabulary
+
+
+class Kept(NamedTuple):
+    """What the way back needs of one draft step."""
+
+    before_MD: Tensor  # what hidden_norm read
+    out_MHE: Tensor  # of attention
+    lse_Hm: Tensor
+    middle_MD: Tensor  # after attention
+    both_M2I: Tensor  # gate and up
+    h_MD: Tensor
+    dh_MD: Tensor  # the loss's gradient of h
+
+
+class Gradients:
+    """Adds gradients of batches to a drafter's parameters.
+
+        loss = g.add(batch, pairs)      for every batch of an optimizer step of so many supervised tokens
+        g.finish()                      parameters' .grad are complete
+        …optimizer step…
+        g.refresh()
+    """
+
+    def __init__(
+        self, drafter: Drafter, teacher: Teacher, dtype: torch.dtype, steps: int, decay: float, kind: str = "kl"
+    ) -> None:  # fmt: skip
+        self.drafter, self.teacher, self.steps, self.decay, self.kind = drafter, teacher, steps, decay, kind
+        self.dtype, self.device = dtype, drafter.fc.weight.device
+        self.ops = ops_of(self.device)
+        self.w = Fused(drafter, dtype, self.ops)
+        c = self.c = drafter.contract
+        self.scale = c.head_dim**-0.5
+        self.q_width = c.heads * c.head_dim
+        self.table_2PE = torch.empty(2, 0, 0)
+        self.norms = (drafter.hidden_norm, drafter.post_attention_layernorm, drafter.norm)
+        self.sums = [self.ops.norm_sums(c.hidden, self.device) for _ in self.norms]
+
+    def refresh(self) -> None:
+        """To be called after the parameters were changed."""
+        self.w.refresh()
+        for s in self.sums:
+            s.zero_()
+
+    def finish(self) -> None:
+        """Complete the parameters' gradients."""
+        self.w.finish()
+        for norm, s in zip(self.norms, self.sums, strict=True):
+            assert norm.weight.grad is not None
+            torch.sum(s, 0, out=norm.weight.grad)
+
+    @torch.no_grad()
+    def add(self, batch: Batch, pairs: int) -> Loss:
+        """Add the gradients of one batch of a step of `pairs` supervised tokens; the loss's total is divided by them already.
+
+        Raises ValueError when the batch was packed for fewer steps. Nothing here waits for a GPU.
+        """
+        if self.steps > batch.steps:
+            raise ValueError(f"{self.steps} draft steps of a batch that was packed for {batch.steps}")
+        steps, live = len(batch.pairs_S), len(batch.query_key_M)
+        places = self._places(batch, steps)
+        keys = self._keys(batch, places)
+        wanted = self._wanted(batch, places, pairs)
+        c = self.c
+        q_SMHE = keys.n_KD.new_empty(steps, live, c.heads, c.head_dim)
+        own_SMNE = keys.n_KD.new_empty(max(steps - 1, 1), live, 2 * c.kv_heads, c.head_dim)
+        loss_SM = torch.empty(steps, live, device=self.device)
+        hit_SM = torch.empty(steps, live, device=self.device)
+        kept: list[Kept] = []
+        for k in range(steps):
+            before = self._fed(kept[-1].h_MD) if k else keys.h_KD[batch.query_key_M]
+            step = self._forward(k, before, batch, places, keys, q_SMHE, own_SMNE)
+            dh = self._loss(k, step.h_MD, places, wanted, loss_SM[k], hit_SM[k])
+            kept.append(step._replace(dh_MD=dh))
+        del wanted
+        self._back(batch, places, keys, q_SMHE, own_SMNE, kept)
+        return Loss(loss_SM.sum(), hit_SM.sum(1), list(batch.pairs_S))
+
+    # ---- before the first step ----
+
+    def _places(self, batch: Batch, steps: int) -> Places:
+        live = len(batch.query_key_M)
+        ahead = torch.arange(live + steps, device=self.device).clamp_max(live - 1)
+        needed = batch.keys + steps
+        if self.table_2PE.shape[1] < needed:
+            length = 1 << needed.bit_length()
+            cos, sin = self.drafter.rotation(torch.arange(length, device=self.device))
+            self.table_2PE = torch.stack([cos, sin])[:, :, 0].contiguous()
+        return Places(ahead, batch.query_key_M[ahead], batch.key_pos_K[batch.query_key_M], self.table_2PE)
+
+    def _keys(self, batch: Batch, places: Places) -> Keys:
+        c, ops, w = self.c, self.ops, self.w
+        aux = batch.key_aux_KLD.to(self.dtype)
+        width = {"chunks": c.hidden, "whole": c.hidden * len(c.aux_layers)}.get(c.norms.fc)
+        unit = ops.rms(aux.view(-1, width), None, c.eps).view(len(aux), -1) if width else aux.flatten(1)
+        table = self.teacher.embedding_VD
+        embedded = ops.rms(F.embedding(batch.key_token_K, table).to(self.dtype), None, c.eps)
+        live = embedded[batch.query_key_M]
+        h = w.fc(unit)
+        n = ops.rms(h, self.drafter.hidden_norm.weight, c.eps)
+        half_q = w.embedded_q(live).unflatten(1, (-1, c.head_dim))
+        half_kv = w.embedded_kv(embedded).unflatten(1, (-1, c.head_dim))
+        half = w.hidden_kv(n).unflatten(1, (-1, c.head_dim))
+        kv, every = torch.empty_like(half), torch.arange(len(half), device=self.device)
+        ops.turned(half, half_kv, every, batch.key_pos_K, 0, places.table_2PE, c.kv_heads, kv)
+        return Keys(unit, embedded, live, h, n, kv, half_q, half_kv)
+
+    def _wanted(self, batch: Batch, places: Places, pairs: int) -> Wanted:
+        t = self.teacher
+        logits = self.ops.rms(batch.last_MD, t.norm_D, t.eps).to(t.head_WD.dtype) @ t.head_WD.T
+        draft_id = t.draft_id_V[batch.top1_M]
+        steps, live = len(batch.pairs_S), len(draft_id)
+        k_S1 = torch.arange(steps, device=self.device)[:, None]
+        inside = (draft_id >= 0)[places.ahead].unfold(0, live, 1)[:steps]
+        counts = (batch.steps_M > k_S1) & inside
+        target, certainty = self.ops.distribution(logits)
+        return Wanted(target, certainty, draft_id, counts * (self.decay**k_S1.float() / pairs))
+
+    # ---- one draft step ----
+
+    def _fed(self, h_MD: Tensor) -> Tensor:
+        norm = self.drafter.norm
+        return self.ops.rms(h_MD, norm.weight, norm.eps) if self.c.norms.output else h_MD
+
+    def _forward(
+        self, k: int, before: Tensor, batch: Batch, places: Places, keys: Keys, q_SMHE: Tensor, own_SMNE: Tensor
+    ) -> Kept:
+        c, ops, w = self.c, self.ops, self.w
+        live, real = len(before), batch.pairs
+        ahead = places.ahead[k : k + live]
+        n = ops.rms(before, self.drafter.hidden_norm.weight, c.eps)
+        if k:
+            both = w.hidden(n).unflatten(1, (-1, c.head_dim))
+            half_q, half_kv = both[:, : c.heads], both[:, c.heads :]
+            at = places.key[k : k + live]
+            ops.turned(
+                half_kv, keys.half_kv_KNE, at, places.pos_M, k, places.table_2PE, c.kv_heads, own_SMNE[k - 1]
+            )
+        else:
+            half_q = w.hidden_q(n).unflatten(1, (-1, c.head_dim))
+        ops.turned(half_q, keys.half_q_MHE, ahead, places.pos_M, k, places.table_2PE, c.heads, q_SMHE[k])
+        first, lse = documents.attend(q_SMHE[k, :real], keys.kv_KNE, batch, self.scale)
+        out, lse = ops.merge(first, lse, q_SMHE[k], own_SMNE, k, self.scale)
+        middle = w.o(out.flatten(1), n if c.norms.before_residual else before)
+        x = ops.rms(middle, self.drafter.post_attention_layernorm.weight, c.eps)
+        gate_up = w.gate_up(x)
+        h = w.down(ops.swiglu(gate_up), middle)
+        return Kept(before, out, lse, middle, gate_up, h, h)
+
+    def _loss(
+        self, k: int, h_MD: Tensor, places: Places, wanted: Wanted, loss_M: Tensor, hit_M: Tensor
+    ) -> Tensor:
+        """The loss of one step and whether drafts hit, written; its gradient of h, returned."""
+        ops, w, norm = self.ops, self.w, self.drafter.norm
+        f = ops.rms(h_MD, norm.weight, norm.eps)
+        rows = max(1, CHUNK_BYTES // (self.c.draft_vocab * f.element_size()))
+        df = torch.empty_like(f)
+        for i in range(0, len(f), rows):
+            part = slice(i, i + rows)
+            at = places.ahead[k : k + len(f)][part]
+            logits = w.head(f[part])
+            ops.loss(
+                logits, wanted.target_MW, wanted.certainty_M, at, wanted.weight_SM[k, part], wanted.draft_id_M, self.kind,
+                loss_M[part], hit_M[part],
+            )  # fmt: skip
+            w.head.add(logits, f[part])
+            df[part] = w.head.back(logits)
+        return ops.rms_backward(df, h_MD, norm.weight, norm.eps, self.sums[2])[0]
+
+    # ---- the way back ----
+
+    def _back(
+        self, batch: Batch, places: Places, keys: Keys, q_SMHE: Tensor, own_SMNE: Tensor, kept: list[Kept]
+    ) -> None:
+        c, ops, w, d = self.c, self.ops, self.w, self.drafter
+        steps, live, real = len(kept), len(batch.query_key_M), batch.pairs
+        shares = torch.empty(steps, 2, max(steps - 1, 1), live, c.heads, device=self.device)
+        dout_SMHE = torch.empty_like(q_SMHE)
+        dkv_KNE = torch.zeros(keys.kv_KNE.shape, device=self.device)
+        dkeys_KX, dvalues_KX = dkv_KNE.flatten(1).chunk(2, 1)
+        dhalf_MX = torch.zeros(live, self.q_width + dkv_KNE[0].numel(), device=self.device)
+        dbefore: Tensor | None = None
+        for k in reversed(range(steps)):
+            step = kept.pop()
+            dh = step.dh_MD if dbefore is None else step.dh_MD + self._fed_back(dbefore, step.h_MD)
+            # MLP
+            act = ops.swiglu_backward(w.down.back(dh), step.both_M2I)
+            w.down.add(dh, act)
+            dmiddle, x = ops.rms_backward(
+                w.gate_up.back(step.both_M2I), step.middle_MD, d.post_attention_layernorm.weight, c.eps, self.sums[1], dh
+            )  # fmt: skip
+            w.gate_up.add(step.both_M2I, x)
+            # attention
+            w.o.add(dmiddle, step.out_MHE.flatten(1))
+            dout_SMHE[k] = w.o.back(dmiddle).unflatten(1, (-1, c.head_dim))
+            dq, dkey, dvalue = documents.attend_backward(
+                dout_SMHE[k, :real], q_SMHE[k, :real], keys.kv_KNE, step.out_MHE[:real], step.lse_Hm, batch, self.scale
+            )
+            ops.add_rows(dkeys_KX, dkey.flatten(1))
+            ops.add_rows(dvalues_KX, dvalue.flatten(1))
+            dq = ops.merge_backward(
+                dout_SMHE[k], step.out_MHE, step.lse_Hm, q_SMHE[k], own_SMNE, k, self.scale, dq, shares[k]
+            )
+            # q, k, v
+            dhalf = dq.new_empty(live, dhalf_MX.shape[1] if k else self.q_width)
+            by_head = dhalf.unflatten(1, (-1, c.head_dim))
+            ops.turned_backward(dq, places.pos_M, k, places.table_2PE, c.heads, by_head[:, : c.heads])
+            if k:
+                down = ops.own_backward(dout_SMHE, q_SMHE, shares, k, real, self.scale, c.kv_heads)
+                ops.turned_backward(down, places.pos_M, k, places.table_2PE, c.kv_heads, by_head[:, c.heads :])
+            ops.add_rows(dhalf_MX[k:, : dhalf.shape[1]], dhalf[: live - k])
+            if not k:
+                self._back_to_keys(batch, places, keys, dhalf, dkv_KNE, dhalf_MX, dmiddle)
+                return
+            dn = w.hidden.back(dhalf)
+            if c.norms.before_residual:
+                dn, dmiddle = dn + dmiddle, None
+            dbefore, n = ops.rms_backward(dn, step.before_MD, d.hidden_norm.weight, c.eps, self.sums[0], dmiddle)
+            w.hidden.add(dhalf, n)
+
+    def _fed_back(self, dbefore_MD: Tensor, h_MD: Tensor) -> Tensor:
+        norm = self.drafter.norm
+        if not self.c.norms.output:
+            return dbefore_MD
+        return self.ops.rms_backward(dbefore_MD, h_MD, norm.weight, norm.eps, self.sums[2])[0]
+
+    def _back_to_keys(
+        self, batch: Batch, places: Places, keys: Keys, dq_MX: Tensor, dkv_KNE: Tensor, dhalf_MX: Tensor, dmiddle_MD: Tensor
+    ) -> None:  # fmt: skip
+        """Step 0's q of the live positions, k and v of every key, fc, and the embedding's halves of all steps."""
+        c, ops, w = self.c, self.ops, self.w
+        at, real = batch.query_key_M, batch.pairs
+        dkv = keys.kv_KNE.new_empty(keys.kv_KNE.shape)
+        ops.turned_backward(dkv_KNE, batch.key_pos_K, 0, places.table_2PE, c.kv_heads, dkv)
+        w.hidden_q.add(dq_MX, keys.n_KD[at])
+        w.hidden_kv.add(dkv.flatten(1), keys.n_KD)
+        dn_KD = w.hidden_kv.back(dkv.flatten(1))
+        dn_MD = w.hidden_q.back(dq_MX)
+        residual = torch.zeros_like(dn_KD)
+        ops.add_rows(dn_KD if c.norms.before_residual else residual, dmiddle_MD[:real], at)
+        ops.add_rows(dn_KD, dn_MD[:real], at)
+        dh, _ = ops.rms_backward(dn_KD, keys.h_KD, self.drafter.hidden_norm.weight, c.eps, self.sums[0], residual)
+        w.fc.add(dh, keys.unit_KX)
+        w.embedded_q.add(dhalf_MX[:, : self.q_width].to(self.dtype), keys.live_MD)
+        dhalf_KX = dkv.flatten(1)
+        ops.add_rows(dhalf_KX, dhalf_MX[:real, self.q_width :], at)
+        w.embedded_kv.add(dhalf_KX, keys.embedded_KD)

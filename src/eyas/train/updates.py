@@ -1,0 +1,64 @@
+"""One optimizer step: gradients of its batches, clipped, AdamW on float32 weights, and the products' copies made anew."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eyas.drafter.batch import Batch
+from eyas.drafter.gradients import Gradients
+from eyas.drafter.loss import Teacher
+from eyas.drafter.network import Drafter
+
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
+
+
+class TTT(NamedTuple):
+    """How training-time test weighs its draft steps."""
+
+    steps: int
+    decay: float
+    kind: str = "kl"
+
+
+class Update(NamedTuple):
+    """Figures of one optimizer step, on the device."""
+
+    loss: Tensor  # a supervised token
+    norm: Tensor  # of the gradient, before it was clipped
+    hits_S: Tensor  # per draft step: how often the teacher-forced argmax is the target's
+    pairs_S: list[int]
+
+
+class Updates:
+    """A drafter, its optimizer, and how both move."""
+
+    def __init__(self, drafter: Drafter, teacher: Teacher, dtype: torch.dtype, ttt: TTT, lr: float) -> None:
+        self.drafter, self.ttt = drafter, ttt
+        self.gradients = Gradients(drafter, teacher, dtype, ttt.steps, ttt.decay, ttt.kind)
+        self.optimizer = torch.optim.AdamW(
+            drafter.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+    def apply(self, batches: Sequence[Batch], rate: float) -> Update:
+        """One step over all these batches. Nothing here waits for a GPU."""
+        pairs = sum(b.pairs for b in batches)
+        device = self.drafter.fc.weight.device
+        total, hits_S = torch.zeros((), device=device), torch.zeros(self.ttt.steps, device=device)
+        seen = [0] * self.ttt.steps
+        for batch in batches:
+            loss = self.gradients.add(batch, pairs)
+            total += loss.total
+            hits_S[: len(loss.pairs)] += loss.hits_K
+            for k, n in enumerate(loss.pairs):
+                seen[k] += n
+        self.gradients.finish()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.drafter.parameters() if p.grad is not None])
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        # the fused step divides by this (torch/optim/adamw.py, for GradScaler): clipped without a pass of its own
+        setattr(self.optimizer, "grad_scale", (norm / CLIP).clamp_min(1))  # noqa: B010
+        self.optimizer.step()
+        self.gradients.refresh()
+        return Update(total, norm, hits_S, seen)
