@@ -1,17 +1,11 @@
 """Every Triton kernel against its plain twin, in Triton's interpreter where there is no GPU."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-pytest.importorskip("triton")
-
+from eyas.contract import Rope
 from eyas.drafter import kernels, pieces
 from eyas.drafter.attention import frequencies
-from eyas.contract import Rope
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = [torch.float32, torch.bfloat16]
@@ -145,3 +139,20 @@ def test_add_rows(dtype, placed):
     kernels.add_rows(total[: None if placed else 6, 100:1000], x, at)
     pieces.add_rows(other[: None if placed else 6, 100:1000], x, at)
     close(total, other, dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_fold_and_unfold(dtype):
+    wide, scale = random(70, 1600), random(1500)
+    weight, grads = wide[:, 50:1550], [random(70, 1600)] * 2
+    grads[1] = grads[0].clone()
+    for with_scale in (scale, None):
+        outs = [torch.empty(70, 1500, dtype=dtype, device=DEVICE) for _ in range(2)]
+        for ops, out in zip((kernels, pieces), outs, strict=True):
+            ops.fold(out, weight, with_scale)
+        close(*outs, dtype)
+    sums = [torch.ones(1500, device=DEVICE) for _ in range(2)]
+    for ops, grad, s in zip((kernels, pieces), grads, sums, strict=True):
+        ops.unfold(grad[:, 50:1550], weight, scale, s)
+    torch.testing.assert_close(*grads)
+    close(*sums, torch.float32)

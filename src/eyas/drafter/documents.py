@@ -1,10 +1,12 @@
-"""Attention of live positions over the step-0 keys of their own rows, causal, forward and backward: PyTorch's FlashAttention with
-variable lengths on a GPU, padded grids of products on a CPU.
+"""Attention of live positions over the step-0 keys of their own rows, causal, forward and backward: PyTorch's FlashAttention, with
+variable lengths on a GPU, in padded grids on a CPU. A GPU without bfloat16 has neither: products and a softmax.
 
 The last key of a row is its last live position, so query i of a row with Q queries and J keys sees keys 0 … J - Q + i.
 
-H heads in groups over N key heads, E head width, m live positions, K keys (N of keys, then N of values).
+H heads in groups over N key heads, E head width, m live positions, K keys (N of keys, then N of values), B rows.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,18 +14,24 @@ from torch import Tensor
 from eyas.drafter.attention import visible
 from eyas.drafter.batch import Batch
 
+aten = torch.ops.aten
+
 
 def attend(q_mHE: Tensor, kv_KNE: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
     """The attention's result [m, H, E] and its log-sum-exp [H, m], float32."""
     key, value = kv_KNE[: len(batch.key_grid_K)].chunk(2, 1)
-    if q_mHE.is_cuda and q_mHE.dtype != torch.float32:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    if _varying(q_mHE):
+        out, lse, *_ = aten._flash_attention_forward(
             q_mHE, key, value, batch.query_bounds_B, batch.key_bounds_B, batch.queries, batch.keys, 0.0, True, False, scale=scale
         )  # fmt: skip
         return out, lse
-    grid = _Grid(q_mHE, key, value, batch, scale)
-    lse = grid.scores.logsumexp(-1)
-    out = (grid.scores - lse[..., None]).exp().to(q_mHE.dtype) @ grid.value
+    grid = _Grid(q_mHE, key, value, batch)
+    if q_mHE.is_cuda:
+        scores = grid.scores(scale)
+        lse = scores.logsumexp(-1)
+        out = (scores - lse[..., None]).exp() @ grid.value
+    else:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*grid, 0.0, False, attn_mask=grid.mask, scale=scale)
     return grid.back(out), grid.back(lse[..., None])[..., 0].T.contiguous()
 
 
@@ -33,48 +41,58 @@ def attend_backward(
     """Gradients of q [m, H, E], keys and values [K, N, E]. With `out` and `lse` of an attention that saw more than these keys, they
     are these keys' part of its gradients: shares are exp(score - lse)."""
     key, value = kv_KNE[: len(batch.key_grid_K)].chunk(2, 1)
-    if q_mHE.is_cuda and q_mHE.dtype != torch.float32:
+    if _varying(q_mHE):
         none = torch.zeros(2, dtype=torch.uint64, device=q_mHE.device)  # random state, of a dropout that is not used
-        return torch.ops.aten._flash_attention_backward(
+        return aten._flash_attention_backward(
             dout_mHE, q_mHE, key, value, out_mHE, lse_Hm, batch.query_bounds_B, batch.key_bounds_B, batch.queries, batch.keys,
             0.0, True, none, none[:0], scale=scale,
         )  # fmt: skip
-    grid = _Grid(q_mHE, key, value, batch, scale)
-    dout = grid.of_queries(dout_mHE)
-    lse = grid.of_queries(lse_Hm.T[..., None])
-    delta = grid.of_queries((dout_mHE.float() * out_mHE.float()).sum(-1, keepdim=True))
-    share = (grid.scores - lse).exp()
-    dscore = (share * ((dout @ grid.value.transpose(-1, -2)).float() - delta)).to(dout.dtype)
-    dq = dscore @ grid.key * scale
-    dkey = (dscore.transpose(-1, -2) @ grid.query).sum(2)  # the query is scaled already
-    dvalue = (share.to(dout.dtype).transpose(-1, -2) @ dout).sum(2)
+    grid = _Grid(q_mHE.float(), key.float(), value.float(), batch)  # on a CPU faster than bfloat16, for rows of a chat
+    dout, out, lse = (grid.of_queries(x.float()) for x in (dout_mHE, out_mHE, lse_Hm.T[..., None]))
+    if q_mHE.is_cuda:
+        share = (grid.scores(scale) - lse).exp()
+        dscore = share * (dout @ grid.value.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
+        dq, dkey, dvalue = dscore @ grid.key, dscore.transpose(-1, -2) @ grid.query, share.transpose(-1, -2) @ dout
+    else:
+        dq, dkey, dvalue = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, *grid, out, lse[..., 0].contiguous(), 0.0, False, attn_mask=grid.mask, scale=scale
+        )
     return grid.back(dq), grid.keys_back(dkey), grid.keys_back(dvalue)
 
 
-class _Grid:
-    """Queries, keys and values of rows in padded grids [B, N, G, Q or J, E], and their scores, -inf where not visible."""
+def _varying(q_mHE: Tensor) -> bool:
+    return q_mHE.is_cuda and q_mHE.dtype != torch.float32
 
-    def __init__(self, q_mHE: Tensor, key_KNE: Tensor, value_KNE: Tensor, batch: Batch, scale: float) -> None:
-        self.batch, self.heads = batch, key_KNE.shape[1]
-        self.query = self.of_queries(q_mHE) * scale
-        self.key, self.value = self._of_keys(key_KNE), self._of_keys(value_KNE)
-        seen = visible(batch.keys, batch.queries, batch.first_B)
-        self.scores = (self.query @ self.key.transpose(-1, -2)).float().masked_fill(~seen, float("-inf"))
+
+class _Grid:
+    """Queries, keys and values of rows in padded grids [B, H, Q or J, E]; keys and values once for every head of their group."""
+
+    def __init__(self, q_mHE: Tensor, key_KNE: Tensor, value_KNE: Tensor, batch: Batch) -> None:
+        self.batch, self.group = batch, q_mHE.shape[1] // key_KNE.shape[1]
+        self.query, self.key, self.value = self.of_queries(q_mHE), self._of_keys(key_KNE), self._of_keys(value_KNE)
+        seen_BQJ = visible(batch.keys, batch.queries, batch.first_B)[:, 0]
+        self.mask = torch.zeros(seen_BQJ.shape, dtype=q_mHE.dtype, device=q_mHE.device)
+        self.mask.masked_fill_(~seen_BQJ, float("-inf"))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.query, self.key, self.value))
+
+    def scores(self, scale: float) -> Tensor:
+        return self.query @ self.key.transpose(-1, -2) * scale + self.mask
 
     def of_queries(self, x_mHX: Tensor) -> Tensor:
         b, q = len(self.batch.first_B), self.batch.queries
-        out = x_mHX.new_zeros(b * q, *x_mHX.shape[1:]).index_copy(0, self.batch.grid_M, x_mHX)
-        return out.view(b, q, self.heads, -1, x_mHX.shape[-1]).permute(0, 2, 3, 1, 4)
+        out = x_mHX.new_zeros(b * q, *x_mHX.shape[1:]).index_copy_(0, self.batch.grid_M, x_mHX)
+        return out.unflatten(0, (b, q)).transpose(1, 2)
 
     def _of_keys(self, x_KNE: Tensor) -> Tensor:
         b, j = len(self.batch.first_B), self.batch.keys
-        out = x_KNE.new_zeros(b * j, *x_KNE.shape[1:]).index_copy(0, self.batch.key_grid_K, x_KNE)
-        return out.view(b, j, self.heads, -1).permute(0, 2, 1, 3)[:, :, None]
+        out = x_KNE.new_zeros(b * j, *x_KNE.shape[1:]).index_copy_(0, self.batch.key_grid_K, x_KNE)
+        return out.unflatten(0, (b, j)).repeat_interleave(self.group, 2).transpose(1, 2)
 
-    def back(self, x_BNGQX: Tensor) -> Tensor:
-        b, n, g, q, x = x_BNGQX.shape
-        return x_BNGQX.permute(0, 3, 1, 2, 4).reshape(b * q, n * g, x).index_select(0, self.batch.grid_M)
+    def back(self, x_BHQX: Tensor) -> Tensor:
+        return x_BHQX.transpose(1, 2).flatten(0, 1).index_select(0, self.batch.grid_M)
 
-    def keys_back(self, x_BNJE: Tensor) -> Tensor:
-        b, n, j, e = x_BNJE.shape
-        return x_BNJE.permute(0, 2, 1, 3).reshape(b * j, n, e).index_select(0, self.batch.key_grid_K)
+    def keys_back(self, x_BHJE: Tensor) -> Tensor:
+        each = x_BHJE.transpose(1, 2).flatten(0, 1).index_select(0, self.batch.key_grid_K)
+        return each.unflatten(1, (-1, self.group)).sum(2)

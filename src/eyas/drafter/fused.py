@@ -32,9 +32,11 @@ class Matrix:
             return torch.addmm(more_TY, x_TX, self.value_YX.T)
         return x_TX @ self.value_YX.T
 
-    def back(self, dy_TY: Tensor) -> Tensor:
-        """The gradient of x."""
-        return dy_TY @ self.value_YX
+    def back(self, dy_TY: Tensor, more_TX: Tensor | None = None, out_TX: Tensor | None = None) -> Tensor:
+        """The gradient of x, plus `more`, written to `out` where that is given."""
+        if more_TX is not None:
+            return torch.addmm(more_TX, dy_TY, self.value_YX)
+        return torch.mm(dy_TY, self.value_YX, out=out_TX)
 
     def add(self, dy_TY: Tensor, x_TX: Tensor) -> None:
         """Add the gradient of W."""
@@ -101,47 +103,32 @@ class Fused:
     @torch.no_grad()
     def refresh(self) -> None:
         """Read the parameters, and begin a step: what was added to their gradients is no longer counted."""
-        d, width = self.drafter, self.drafter.contract.hidden
+        d, width, fold = self.drafter, self.drafter.contract.hidden, self.ops.fold
         scale = d.input_layernorm.weight
         embedded = (self.embedded_q.value_YX, *self.embedded_kv.value_YX.chunk(2))
         for to, hidden, m in zip(embedded, self.hidden.value_YX.split(self.rows), self.qkv, strict=True):
-            _fold(to, m.weight[:, :width], scale)
-            hidden.copy_(m.weight[:, width:])
+            fold(to, m.weight[:, :width], scale)
+            fold(hidden, m.weight[:, width:])
         gate, up = self.gate_up.value_YX.chunk(2)
-        for to, m in ((gate, d.gate_proj), (up, d.up_proj)):
-            to.copy_(m.weight)
-        for matrix, m in ((self.o, d.o_proj), (self.down, d.down_proj), (self.head, d.lm_head)):
-            matrix.value_YX.copy_(m.weight)
+        o, down, head = (m.value_YX for m in (self.o, self.down, self.head))
+        for to, m in ((gate, d.gate_proj), (up, d.up_proj), (o, d.o_proj), (down, d.down_proj), (head, d.lm_head)):
+            fold(to, m.weight)
         norms = d.fc_norms()
-        if norms:
-            _fold(self.fc.value_YX, d.fc.weight, torch.cat([n.weight for n in norms]))
-        else:
-            self.fc.value_YX.copy_(d.fc.weight)
+        fold(self.fc.value_YX, d.fc.weight, torch.cat([n.weight for n in norms]) if norms else None)
         for matrix in self.matrices:
             matrix.clear()
 
     @torch.no_grad()
     def finish(self) -> None:
         """Make the parameters' gradients of the folded matrices'."""
-        d, width = self.drafter, self.drafter.contract.hidden
+        d, width, unfold = self.drafter, self.drafter.contract.hidden, self.ops.unfold
         into = _grad(d.input_layernorm).zero_()
         for m in self.qkv:
-            _unfold(_grad(m)[:, :width], m.weight[:, :width], d.input_layernorm.weight, into)
-        for norm, start in zip(d.fc_norms(), range(0, d.fc.in_features, d.fc.in_features // max(1, len(d.fc_norms()))), strict=False):
-            part = slice(start, start + len(norm.weight))
-            _unfold(_grad(d.fc)[:, part], d.fc.weight[:, part], norm.weight, _grad(norm).zero_())
-
-
-def _fold(to_YX: Tensor, weight_YX: Tensor, scale_X: Tensor) -> None:
-    if to_YX.dtype == weight_YX.dtype:
-        torch.mul(weight_YX, scale_X, out=to_YX)
-    else:
-        to_YX.copy_(weight_YX * scale_X)
-
-
-def _unfold(grad_YX: Tensor, weight_YX: Tensor, scale_X: Tensor, scale_grad_X: Tensor) -> None:
-    scale_grad_X += (grad_YX * weight_YX).sum(0)
-    grad_YX *= scale_X
+            unfold(_grad(m)[:, :width], m.weight[:, :width], d.input_layernorm.weight, into)
+        start = 0
+        for norm in d.fc_norms():
+            part = slice(start, start := start + len(norm.weight))
+            unfold(_grad(d.fc)[:, part], d.fc.weight[:, part], norm.weight, _grad(norm).zero_())
 
 
 def _grad(module: nn.Module) -> Tensor:

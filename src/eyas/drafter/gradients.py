@@ -32,6 +32,7 @@ from eyas.drafter.loss import Loss, Teacher
 from eyas.drafter.network import Drafter
 
 CHUNK_BYTES = 2**29  # of logits at once
+BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # at once, where the recipe leaves it open
 ROW_MULTIPLE = {"cpu": 1, "cuda": 256}  # of a batch: shapes that repeat spare a GPU the search for kernels
 
 
@@ -63,7 +64,6 @@ class Places(NamedTuple):
 class Keys(NamedTuple):
     """What every step-0 key is made of."""
 
-    unit_KX: Tensor  # aux states, normed without scale, X = L*D
     embedded_KD: Tensor  # embedding of the token, normed without scale
     live_MD: Tensor  # the same, of live positions
     h_KD: Tensor  # fc's result
@@ -171,20 +171,23 @@ class Gradients:
 
     def _keys(self, batch: Batch, places: Places) -> Keys:
         c, ops, w = self.c, self.ops, self.w
-        aux = batch.key_aux_KLD.to(self.dtype)
-        width = {"chunks": c.hidden, "whole": c.hidden * len(c.aux_layers)}.get(c.norms.fc)
-        unit = ops.rms(aux.view(-1, width), None, c.eps).view(len(aux), -1) if width else aux.flatten(1)
         table = self.teacher.embedding_VD
         embedded = ops.rms(F.embedding(batch.key_token_K, table).to(self.dtype), None, c.eps)
         live = embedded[batch.query_key_M]
-        h = w.fc(unit)
+        h = w.fc(self._unit(batch))
         n = ops.rms(h, self.drafter.hidden_norm.weight, c.eps)
         half_q = w.embedded_q(live).unflatten(1, (-1, c.head_dim))
         half_kv = w.embedded_kv(embedded).unflatten(1, (-1, c.head_dim))
         half = w.hidden_kv(n).unflatten(1, (-1, c.head_dim))
         kv, every = torch.empty_like(half), torch.arange(len(half), device=self.device)
         ops.turned(half, half_kv, every, batch.key_pos_K, 0, places.table_2PE, c.kv_heads, kv)
-        return Keys(unit, embedded, live, h, n, kv, half_q, half_kv)
+        return Keys(embedded, live, h, n, kv, half_q, half_kv)
+
+    def _unit(self, batch: Batch) -> Tensor:
+        """Aux states [K, L*D], normed without scale: made again for the way back, since they are large."""
+        aux = batch.key_aux_KLD.to(self.dtype)
+        width = {"chunks": self.c.hidden, "whole": self.c.hidden * len(self.c.aux_layers)}.get(self.c.norms.fc)
+        return self.ops.rms(aux.view(-1, width), None, self.c.eps).view(len(aux), -1) if width else aux.flatten(1)
 
     def _wanted(self, batch: Batch, places: Places, pairs: int) -> Wanted:
         t = self.teacher
@@ -245,7 +248,7 @@ class Gradients:
                 loss_M[part], hit_M[part],
             )  # fmt: skip
             w.head.add(logits, f[part])
-            df[part] = w.head.back(logits)
+            w.head.back(logits, out_TX=df[part])
         return ops.rms_backward(df, h_MD, norm.weight, norm.eps, self.sums[2])[0]
 
     # ---- the way back ----
@@ -262,25 +265,27 @@ class Gradients:
         dhalf_MX = torch.zeros(live, self.q_width + dkv_KNE[0].numel(), device=self.device)
         dbefore: Tensor | None = None
         for k in reversed(range(steps)):
-            step = kept.pop()
-            dh = step.dh_MD if dbefore is None else step.dh_MD + self._fed_back(dbefore, step.h_MD)
-            # MLP
-            act = ops.swiglu_backward(w.down.back(dh), step.both_M2I)
+            before, out, lse, middle, both, h, dh = kept.pop()
+            if dbefore is not None:
+                dh = self._fed_back(dbefore, h, dh)
+            # MLP; what is no longer needed is let go before attention takes its memory
+            act = ops.swiglu_backward(w.down.back(dh), both)
             w.down.add(dh, act)
             dmiddle, x = ops.rms_backward(
-                w.gate_up.back(step.both_M2I), step.middle_MD, d.post_attention_layernorm.weight, c.eps, self.sums[1], dh
-            )  # fmt: skip
-            w.gate_up.add(step.both_M2I, x)
+                w.gate_up.back(both), middle, d.post_attention_layernorm.weight, c.eps, self.sums[1], dh
+            )
+            w.gate_up.add(both, x)
+            del act, both, x, middle, h, dh, dbefore
             # attention
-            w.o.add(dmiddle, step.out_MHE.flatten(1))
-            dout_SMHE[k] = w.o.back(dmiddle).unflatten(1, (-1, c.head_dim))
+            w.o.add(dmiddle, out.flatten(1))
+            w.o.back(dmiddle, out_TX=dout_SMHE[k].flatten(1))
             dq, dkey, dvalue = documents.attend_backward(
-                dout_SMHE[k, :real], q_SMHE[k, :real], keys.kv_KNE, step.out_MHE[:real], step.lse_Hm, batch, self.scale
+                dout_SMHE[k, :real], q_SMHE[k, :real], keys.kv_KNE, out[:real], lse, batch, self.scale
             )
             ops.add_rows(dkeys_KX, dkey.flatten(1))
             ops.add_rows(dvalues_KX, dvalue.flatten(1))
             dq = ops.merge_backward(
-                dout_SMHE[k], step.out_MHE, step.lse_Hm, q_SMHE[k], own_SMNE, k, self.scale, dq, shares[k]
+                dout_SMHE[k], out, lse, q_SMHE[k], own_SMNE, k, self.scale, dq, shares[k]
             )
             # q, k, v
             dhalf = dq.new_empty(live, dhalf_MX.shape[1] if k else self.q_width)
@@ -293,17 +298,17 @@ class Gradients:
             if not k:
                 self._back_to_keys(batch, places, keys, dhalf, dkv_KNE, dhalf_MX, dmiddle)
                 return
-            dn = w.hidden.back(dhalf)
-            if c.norms.before_residual:
-                dn, dmiddle = dn + dmiddle, None
-            dbefore, n = ops.rms_backward(dn, step.before_MD, d.hidden_norm.weight, c.eps, self.sums[0], dmiddle)
+            of_norm, past = (dmiddle, None) if c.norms.before_residual else (None, dmiddle)
+            dn = w.hidden.back(dhalf, of_norm)
+            dbefore, n = ops.rms_backward(dn, before, d.hidden_norm.weight, c.eps, self.sums[0], past)
             w.hidden.add(dhalf, n)
 
-    def _fed_back(self, dbefore_MD: Tensor, h_MD: Tensor) -> Tensor:
+    def _fed_back(self, dfed_MD: Tensor, h_MD: Tensor, dh_MD: Tensor) -> Tensor:
+        """The gradient of h: of what was fed to the next step, and of the loss."""
         norm = self.drafter.norm
         if not self.c.norms.output:
-            return dbefore_MD
-        return self.ops.rms_backward(dbefore_MD, h_MD, norm.weight, norm.eps, self.sums[2])[0]
+            return dh_MD + dfed_MD
+        return self.ops.rms_backward(dfed_MD, h_MD, norm.weight, norm.eps, self.sums[2], dh_MD)[0]
 
     def _back_to_keys(
         self, batch: Batch, places: Places, keys: Keys, dq_MX: Tensor, dkv_KNE: Tensor, dhalf_MX: Tensor, dmiddle_MD: Tensor
@@ -321,7 +326,7 @@ class Gradients:
         ops.add_rows(dn_KD if c.norms.before_residual else residual, dmiddle_MD[:real], at)
         ops.add_rows(dn_KD, dn_MD[:real], at)
         dh, _ = ops.rms_backward(dn_KD, keys.h_KD, self.drafter.hidden_norm.weight, c.eps, self.sums[0], residual)
-        w.fc.add(dh, keys.unit_KX)
+        w.fc.add(dh, self._unit(batch))
         w.embedded_q.add(dhalf_MX[:, : self.q_width].to(self.dtype), keys.live_MD)
         dhalf_KX = dkv.flatten(1)
         ops.add_rows(dhalf_KX, dhalf_MX[:real, self.q_width :], at)

@@ -439,6 +439,53 @@ def _loss(
     tl.store(hits + row, tl.where(best == tl.load(wanted + place), 1.0, 0.0))
 
 
+# ---- weights ----
+
+
+def fold(to_YX: Tensor, weight_YX: Tensor, scale_X: Tensor | None = None) -> None:
+    rows, width = weight_YX.shape
+    _fold[(rows, triton.cdiv(width, TILE))](
+        to_YX, weight_YX, scale_X, to_YX.stride(0), weight_YX.stride(0), width, SCALED=scale_X is not None, BLOCK=TILE
+    )
+
+
+@triton.jit
+def _fold(to, weight, scale, to_row, weight_row, width, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+    row, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(weight + row * weight_row + col, col < width, other=0.0)
+    if SCALED:
+        v *= tl.load(scale + col, col < width, other=0.0)
+    tl.store(to + row * to_row + col, v, col < width)
+
+
+def unfold(grad_YX: Tensor, weight_YX: Tensor, scale_X: Tensor, scale_grad_X: Tensor) -> None:
+    rows, width = grad_YX.shape
+    parts = min(64, triton.cdiv(rows, 8))
+    sums = torch.empty(parts, width, device=grad_YX.device)
+    _unfold[(parts, triton.cdiv(width, 128))](
+        grad_YX, weight_YX, scale_X, sums, grad_YX.stride(0), weight_YX.stride(0), rows, width, ROWS=8, COLUMNS=128
+    )
+    scale_grad_X += sums.sum(0)
+
+
+@triton.jit
+def _unfold(
+    grad, weight, scale, sums, grad_row, weight_row, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    first, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    factor = tl.load(scale + col, col < width, other=0.0)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in range(tl.cdiv(rows - tl.program_id(0) * ROWS, parts * ROWS)):
+        row = (first + i * parts) * ROWS + tl.arange(0, ROWS)[:, None]
+        there = (row < rows) & (col < width)[None, :]
+        at = grad + row * grad_row + col[None, :]
+        g = tl.load(at, there, other=0.0)
+        total += g * tl.load(weight + row * weight_row + col[None, :], there, other=0.0)
+        tl.store(at, g * factor, there)
+    tl.store(sums + first * width + col, tl.sum(total, 0), col < width)
+
+
 # ---- sums ----
 
 

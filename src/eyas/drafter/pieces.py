@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK_ROWS = 16  # of a chunk of logits at once: they stay in a CPU's cache
+BLOCK = 2**18  # logits at once: they stay in a CPU's cache
 
 
 # ---- RMSNorm ----
@@ -163,11 +163,16 @@ def own_backward(
 # ---- the loss: its value and its gradient in one go ----
 
 
+def _blocks(logits_CW: Tensor) -> list[slice]:
+    rows = max(1, BLOCK // logits_CW.shape[1])
+    return [slice(i, i + rows) for i in range(0, len(logits_CW), rows)]
+
+
 def distribution(logits_MW: Tensor) -> tuple[Tensor, Tensor]:
     """The softmax of every row, and its sum of p log p, float32. (A kernel writes it over the logits, in their type.)"""
-    p_MW, certainty_M = torch.empty(logits_MW.shape), torch.empty(len(logits_MW))
-    for i in range(0, len(logits_MW), BLOCK_ROWS):
-        part = slice(i, i + BLOCK_ROWS)
+    p_MW = torch.empty(logits_MW.shape, device=logits_MW.device)
+    certainty_M = p_MW.new_empty(len(p_MW))
+    for part in _blocks(logits_MW):
         logp = logits_MW[part].float().log_softmax(-1)
         torch.exp(logp, out=p_MW[part])
         certainty_M[part] = torch.linalg.vecdot(p_MW[part], logp)
@@ -180,8 +185,7 @@ def loss(
 ) -> None:  # fmt: skip
     """Of pairs whose target's distribution is row at[c]: the weighted loss, whether the draft's argmax is the wanted id, and, written
     over the draft's logits, the loss's gradient. A pair of weight 0 gives zeros. Source: eyas.drafter.loss, written out."""
-    for i in range(0, len(draft_CW), BLOCK_ROWS):
-        part = slice(i, i + BLOCK_ROWS)
+    for part in _blocks(draft_CW):
         at, weight = at_C[part], weight_C[part]
         draft = draft_CW[part].float()
         together = int(at[-1] - at[0]) == len(at) - 1
@@ -202,6 +206,20 @@ def loss(
             gradient = drafted * (inside - less.float()) * (weight[:, None] / both)
         loss_C[part] = value * weight
         draft_CW[part] = gradient.to(draft_CW.dtype)
+
+
+# ---- weights ----
+
+
+def fold(to_YX: Tensor, weight_YX: Tensor, scale_X: Tensor | None = None) -> None:
+    """Writes weight * scale, in the type of `to`."""
+    to_YX.copy_(weight_YX if scale_X is None else weight_YX * scale_X)
+
+
+def unfold(grad_YX: Tensor, weight_YX: Tensor, scale_X: Tensor, scale_grad_X: Tensor) -> None:
+    """The gradient of weight * scale becomes that of weight, in place, and what it says of scale is added to scale_grad."""
+    scale_grad_X += (grad_YX * weight_YX).sum(0)
+    grad_YX *= scale_X
 
 
 # ---- sums ----

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eyas import interrupt, warm
 from eyas.drafter.batch import Batch, pack, usable
-from eyas.drafter.gradients import ROW_MULTIPLE, product_dtype
+from eyas.drafter.gradients import BATCH_TOKENS, ROW_MULTIPLE, product_dtype
 from eyas.drafter.loss import Teacher
 from eyas.drafter.network import Drafter
 from eyas.errors import ContractError
@@ -34,7 +34,6 @@ from eyas.train import checkpoint, evaluation, parent, records, schedule, vocabu
 from eyas.train.parent import Parent
 from eyas.train.updates import TTT, Updates
 
-MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}
 EVAL_K = 5  # replay drafts this deep, or as deep as training went
 SAVE_EVERY_S = 60.0
 RESIDENT_SHARE = 0.5  # of the free GPU memory: states that fit into it are moved there once
@@ -255,7 +254,7 @@ class Trainer:
         self.pairs = [len(r) - r.start - 1 for r in data.train]
         self.supervised = sum(self.pairs)
         self.micro = (
-            MICRO_TOKENS[self.device] if self.options.micro_tokens == "auto" else self.options.micro_tokens
+            BATCH_TOKENS[self.device] if self.options.micro_tokens == "auto" else self.options.micro_tokens
         )
         self.plan = [
             schedule.epoch_steps(self.lengths, self.options.tokens_per_step, self.options.seed, e)
