@@ -64,28 +64,46 @@ KINDS = {  # of GPU kernels, by what their names hold
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["8B", "Kimi"])
     parser.add_argument("--ttt", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=["all", "half", "fifth"])
-    parser.add_argument("--repeat", type=int, default=1, help="so many times the documents of a cell in a step")
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="so many times the documents of a cell in a step"
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2, help="of --steps each, every cell once in a round")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the products; else as training chooses")
-    parser.add_argument("--peers", action="store_true", help="also speculators and SpecForge")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="of the products; else as training chooses"
+    )
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=[], help="also these; without names, all"
+    )
     parser.add_argument("--plain", action="store_true", help="also the specification, through autograd")
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes")
     parser.add_argument("--out", type=Path, default=RESULTS / "training.json")
     a = parser.parse_args()
+    if "--peers" in sys.argv and not a.peers:
+        a.peers = list(PEERS)
     found: list[dict[str, Any]] = []
     for shape in a.shapes:
-        found += run_peers(shape, a) if a.peers else []
-        cells = [(name, ttt, plain) for name in a.cells for ttt in a.ttt for plain in (False, True)[: 1 + a.plain]]
+        found += run_peers(shape, a)
+        cells = [
+            (name, ttt, plain) for name in a.cells for ttt in a.ttt for plain in (False, True)[: 1 + a.plain]
+        ]
         rounds = [[ours(shape, *cell, a) for cell in cells] for _ in range(a.rounds)]
         found += [middle(of_cell) for of_cell in zip(*rounds, strict=True)]
     show(found)
     a.out.parent.mkdir(parents=True, exist_ok=True)
-    body = {"benchmark": "training", "cells": found, "eyas": __version__, "machine": pipeline.machine(), "date": time.strftime("%Y-%m-%d")}
+    body = {
+        "benchmark": "training",
+        "cells": found,
+        "eyas": __version__,
+        "machine": pipeline.machine(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
     if DEVICE == "cuda":
         body["gpu"] = torch.cuda.get_device_name()
     a.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
@@ -134,7 +152,9 @@ def middle(of_cell: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     """One cell's rounds as one: rates by the median step, and every round's step."""
     step = statistics.median(r["step_ms"] for r in of_cell)
     out = of_cell[-1] | {"step_ms": step, "rounds_ms": [r["step_ms"] for r in of_cell]}
-    return out | {n: out[n] * of_cell[-1]["step_ms"] / step for n in ("tokens_per_s", "supervised_per_s", "tflops")}
+    return out | {
+        n: out[n] * of_cell[-1]["step_ms"] / step for n in ("tokens_per_s", "supervised_per_s", "tflops")
+    }
 
 
 def contract_of(shape: str, ttt: int) -> Contract:
@@ -147,7 +167,9 @@ def contract_of(shape: str, ttt: int) -> Contract:
     )  # fmt: skip
 
 
-def prepared(c: Contract, docs: Docs, ttt: int, dtype: torch.dtype | None) -> tuple[Updates, list[list[Batch]]]:
+def prepared(
+    c: Contract, docs: Docs, ttt: int, dtype: torch.dtype | None
+) -> tuple[Updates, list[list[Batch]]]:
     """A drafter at random weights, and the batches of two steps."""
     dtype = dtype or product_dtype(DEVICE, choose_dtype("auto", DEVICE).value)
     g = torch.Generator(device=DEVICE).manual_seed(0)
@@ -166,7 +188,9 @@ def prepared(c: Contract, docs: Docs, ttt: int, dtype: torch.dtype | None) -> tu
                 if p.dim() == 2:
                     p.normal_(std=0.02, generator=g)
     ids = lambda n: kept[torch.randint(c.draft_vocab, (n,))].int()  # noqa: E731
-    groups = schedule.micro_batches(range(len(docs)), [n for n, _ in docs], BATCH_TOKENS[DEVICE], DEVICE == "cpu")
+    groups = schedule.micro_batches(
+        range(len(docs)), [n for n, _ in docs], BATCH_TOKENS[DEVICE], DEVICE == "cpu"
+    )
     steps = []
     for _ in range(2):
         rows = [
@@ -206,10 +230,14 @@ def operations_of(s: Shape, ttt: int, docs: Docs, peer: str | None = None) -> fl
     keys, live = sum(n - 2 for n, _ in docs), sum(n - start - 1 for n, start in docs)
     q, kv, d = s.heads * s.head_dim, 2 * s.kv_heads * s.head_dim, s.hidden
     layer, head = q * d + 3 * d * s.mlp, d * s.draft_vocab
-    seen = sum((start + i) for n, start in docs for i in range(n - start - 1))  # step-0 keys, over all live positions
+    seen = sum(
+        (start + i) for n, start in docs for i in range(n - start - 1)
+    )  # step-0 keys, over all live positions
     if peer is None:
         once = keys * (2 * 3 * d * d + 3 * d * kv + 2 * d * kv) + live * (2 * d * q + head)
-        each = 3 * live * (d * q + layer + head) * ttt + 3 * live * d * kv * (ttt - 1) + 3 * 2 * q * seen * ttt
+        each = (
+            3 * live * (d * q + layer + head) * ttt + 3 * live * d * kv * (ttt - 1) + 3 * 2 * q * seen * ttt
+        )
         return 2 * (once + each)
     tokens = sum(n for n, _ in docs)
     seen = sum(n * (n + 1) // 2 for n, _ in docs)
@@ -229,12 +257,16 @@ def profile(work: Callable[[], Any]) -> dict[str, float]:
         work()
         sync()
     if DEVICE == "cpu":
-        print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
+        print(
+            found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
+        )
         return {}
     kinds = dict.fromkeys([*KINDS, "everything else"], 0.0)
     for e in found.key_averages():
         if e.device_type == torch.autograd.DeviceType.CUDA:
-            kind = next((k for k, names in KINDS.items() if any(n in e.key for n in names)), "everything else")
+            kind = next(
+                (k for k, names in KINDS.items() if any(n in e.key for n in names)), "everything else"
+            )
             kinds[kind] += e.self_device_time_total / 1e3
     return kinds
 
@@ -245,13 +277,25 @@ def profile(work: Callable[[], Any]) -> dict[str, float]:
 def run_peers(shape: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     """Each peer's lines. speculators as it comes runs the first cell only: what it computes does not depend on the cell."""
     found = []
-    for tool, (script, options) in PEERS.items():
+    for tool in a.peers:
+        script, options = PEERS[tool]
         names = a.cells[:1] if tool == "speculators" else a.cells
         cells = [{"name": n, "ttt": ttt, "docs": documents(n, a.repeat)} for n in names for ttt in a.ttt]
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "lines.jsonl"
-            argv = [sys.executable, str(Path(__file__).parent / script), "--shape", shape, "--cells", json.dumps(cells), "--out", str(out)]
-            ended = subprocess.run([*argv, *options, "--steps", str(a.steps)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            argv = [
+                sys.executable,
+                str(Path(__file__).parent / script),
+                "--shape",
+                shape,
+                "--cells",
+                json.dumps(cells),
+                "--out",
+                str(out),
+            ]
+            ended = subprocess.run(
+                [*argv, *options, "--steps", str(a.steps)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
             lines = [json.loads(x) for x in out.read_text().splitlines()] if out.is_file() else []
         if not lines:
             last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
@@ -267,7 +311,9 @@ def run_peers(shape: str, a: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(found: list[dict[str, Any]]) -> None:
-    print(f"\n{'shape':<9}{'cell':<7}{'TTT':>3}  {'tool':<18}{'tokens/s':>10}{'TFLOP/s':>9}{'peak GB':>9}{'eyas':>8}{'memory':>8}")
+    print(
+        f"\n{'shape':<9}{'cell':<7}{'TTT':>3}  {'tool':<18}{'tokens/s':>10}{'TFLOP/s':>9}{'peak GB':>9}{'eyas':>8}{'memory':>8}"
+    )
     mine = {(r["shape"], r["cell"], r["ttt"]): r for r in found if r["tool"] == "eyas"}
     for r in sorted(found, key=lambda r: (r["shape"], r["cell"], r["ttt"], r["tool"])):
         head = f"{r['shape']:<9}{r['cell']:<7}{r['ttt']:>3}  {r['tool']:<18}"

@@ -35,7 +35,9 @@ def ahead(
             here = torch.cuda.current_stream()
             here.wait_event(event)
             for t in tensors(value):
-                t.record_stream(here)  # its memory is not given to the other stream before this one is done with it
+                t.record_stream(
+                    here
+                )  # its memory is not given to the other stream before this one is done with it
         return value
 
     with ThreadPoolExecutor(1) as pool:

@@ -15,9 +15,17 @@ from eyas.drafter.network import Drafter
 from eyas.stores.states import RowStates
 from tests.conftest import contract
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
 
-NORMS = [Norms(False, "none", False), Norms(True, "chunks", False), Norms(False, "whole", True), Norms(True, "none", True)]
+NORMS = [
+    Norms(False, "none", False),
+    Norms(True, "chunks", False),
+    Norms(False, "whole", True),
+    Norms(True, "none", True),
+]
 
 
 def made_up(norms, chance, **extra):
@@ -30,12 +38,14 @@ def made_up(norms, chance, **extra):
     with torch.no_grad():
         for name, p in made.named_parameters():
             if name != "lm_head.weight":
-                p.copy_(1 + 0.2 * torch.randn(p.shape) if p.dim() == 1 else torch.randn(p.shape) / p.shape[1] ** 0.5)
+                p.copy_(
+                    1 + 0.2 * torch.randn(p.shape)
+                    if p.dim() == 1
+                    else torch.randn(p.shape) / p.shape[1] ** 0.5
+                )
     draft_id = torch.full((c.vocab,), -1)
     draft_id[kept] = torch.arange(c.draft_vocab)
-    teacher = Teacher(
-        head(), torch.rand(c.hidden) + 0.5, 1e-5, draft_id, torch.randn(c.vocab, c.hidden)
-    )
+    teacher = Teacher(head(), torch.rand(c.hidden) + 0.5, 1e-5, draft_id, torch.randn(c.vocab, c.hidden))
     return made, teacher
 
 
@@ -56,7 +66,10 @@ class Found(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
     def away_from(self, other):
-        return max(float((g - other.gradients[n]).norm() / other.gradients[n].norm()) for n, g in self.gradients.items())
+        return max(
+            float((g - other.gradients[n]).norm() / other.gradients[n].norm())
+            for n, g in self.gradients.items()
+        )
 
 
 class Case:
@@ -109,8 +122,18 @@ def test_loss_and_gradients_equal_the_specification(norms, kind, seed):
 @pytest.mark.parametrize("device", DEVICES)
 def test_bfloat16_is_as_near_to_float32_as_autocast_is(norms, kind, device):
     """Noise of bfloat16, and no more: the specification under autocast is the measure."""
-    shape = {"hidden": 256, "mlp": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "vocab": 2000, "draft_vocab": 1000}
-    case = Case(norms, 7, kind=kind, device=device, multiple=64, longest=300 if device == "cuda" else 60, **shape)
+    shape = {
+        "hidden": 256,
+        "mlp": 512,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_dim": 64,
+        "vocab": 2000,
+        "draft_vocab": 1000,
+    }
+    case = Case(
+        norms, 7, kind=kind, device=device, multiple=64, longest=300 if device == "cuda" else 60, **shape
+    )
     exact, noisy = case.specified(), case.specified(autocast=True)
     found = case.run(torch.bfloat16)
     for e, f in zip(exact.losses, found.losses, strict=True):

@@ -84,7 +84,11 @@ def test_merge_and_its_way_back(dtype, heads, key_heads, width, k):
     steps, rows, real = 4, 7, 5
     q, dout = random(steps, rows, heads, width, dtype=dtype), random(steps, rows, heads, width, dtype=dtype)
     own = random(steps - 1, rows, 2 * key_heads, width, dtype=dtype)
-    first, lse, dq = random(real, heads, width, dtype=dtype), random(heads, real), random(real, heads, width, dtype=dtype)
+    first, lse, dq = (
+        random(real, heads, width, dtype=dtype),
+        random(heads, real),
+        random(real, heads, width, dtype=dtype),
+    )
     out, all_lse = kernels.merge(first, lse, q[k], own, k, 0.2)
     wanted, wanted_lse = pieces.merge(first, lse, q[k], own, k, 0.2)
     close(out, wanted, dtype)

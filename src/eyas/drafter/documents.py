@@ -31,7 +31,9 @@ def attend(q_mHE: Tensor, kv_KNE: Tensor, batch: Batch, scale: float) -> tuple[T
         lse = scores.logsumexp(-1)
         out = (scores - lse[..., None]).exp() @ grid.value
     else:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*grid, 0.0, False, attn_mask=grid.mask, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            *grid, 0.0, False, attn_mask=grid.mask, scale=scale
+        )
     return grid.back(out), grid.back(lse[..., None])[..., 0].T.contiguous()
 
 
@@ -42,17 +44,25 @@ def attend_backward(
     are these keys' part of its gradients: shares are exp(score - lse)."""
     key, value = kv_KNE[: len(batch.key_grid_K)].chunk(2, 1)
     if _varying(q_mHE):
-        none = torch.zeros(2, dtype=torch.uint64, device=q_mHE.device)  # random state, of a dropout that is not used
+        none = torch.zeros(
+            2, dtype=torch.uint64, device=q_mHE.device
+        )  # random state, of a dropout that is not used
         return aten._flash_attention_backward(
             dout_mHE, q_mHE, key, value, out_mHE, lse_Hm, batch.query_bounds_B, batch.key_bounds_B, batch.queries, batch.keys,
             0.0, True, none, none[:0], scale=scale,
         )  # fmt: skip
-    grid = _Grid(q_mHE.float(), key.float(), value.float(), batch)  # on a CPU faster than bfloat16, for rows of a chat
+    grid = _Grid(
+        q_mHE.float(), key.float(), value.float(), batch
+    )  # on a CPU faster than bfloat16, for rows of a chat
     dout, out, lse = (grid.of_queries(x.float()) for x in (dout_mHE, out_mHE, lse_Hm.T[..., None]))
     if q_mHE.is_cuda:
         share = (grid.scores(scale) - lse).exp()
         dscore = share * (dout @ grid.value.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
-        dq, dkey, dvalue = dscore @ grid.key, dscore.transpose(-1, -2) @ grid.query, share.transpose(-1, -2) @ dout
+        dq, dkey, dvalue = (
+            dscore @ grid.key,
+            dscore.transpose(-1, -2) @ grid.query,
+            share.transpose(-1, -2) @ dout,
+        )
     else:
         dq, dkey, dvalue = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, *grid, out, lse[..., 0].contiguous(), 0.0, False, attn_mask=grid.mask, scale=scale
@@ -69,7 +79,11 @@ class _Grid:
 
     def __init__(self, q_mHE: Tensor, key_KNE: Tensor, value_KNE: Tensor, batch: Batch) -> None:
         self.batch, self.group = batch, q_mHE.shape[1] // key_KNE.shape[1]
-        self.query, self.key, self.value = self.of_queries(q_mHE), self._of_keys(key_KNE), self._of_keys(value_KNE)
+        self.query, self.key, self.value = (
+            self.of_queries(q_mHE),
+            self._of_keys(key_KNE),
+            self._of_keys(value_KNE),
+        )
         seen_BQJ = visible(batch.keys, batch.queries, batch.first_B)[:, 0]
         self.mask = torch.zeros(seen_BQJ.shape, dtype=q_mHE.dtype, device=q_mHE.device)
         self.mask.masked_fill_(~seen_BQJ, float("-inf"))

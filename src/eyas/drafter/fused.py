@@ -22,7 +22,9 @@ class Matrix:
     """A weight [Y, X] in the products' type, and its gradient in float32. parts: matrices of some of its rows, where they are used
     alone too."""
 
-    def __init__(self, ops: ModuleType, value_YX: Tensor, grad_YX: Tensor, parts: tuple["Matrix", ...] = ()) -> None:
+    def __init__(
+        self, ops: ModuleType, value_YX: Tensor, grad_YX: Tensor, parts: tuple["Matrix", ...] = ()
+    ) -> None:
         self.ops, self.value_YX, self.grad_YX, self.parts = ops, value_YX, grad_YX, parts
         self.empty = True  # whether no gradient was added yet
 
@@ -43,7 +45,9 @@ class Matrix:
         for part in self.parts:
             if part.empty != self.parts[0].empty:
                 raise ValueError("parts of a matrix have gradients of different batches")
-        self.ops.add_product(self.grad_YX, dy_TY, x_TX, all(p.empty for p in self.parts) if self.parts else self.empty)
+        self.ops.add_product(
+            self.grad_YX, dy_TY, x_TX, all(p.empty for p in self.parts) if self.parts else self.empty
+        )
         for m in (self, *self.parts):
             m.empty = False
 
@@ -98,7 +102,9 @@ class Fused:
 
     def _rows(self, grad_YX: Tensor, first: int) -> tuple[Matrix, Matrix]:
         value = self._values(grad_YX)
-        return Matrix(self.ops, value[:first], grad_YX[:first]), Matrix(self.ops, value[first:], grad_YX[first:])
+        return Matrix(self.ops, value[:first], grad_YX[:first]), Matrix(
+            self.ops, value[first:], grad_YX[first:]
+        )
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -111,7 +117,13 @@ class Fused:
             fold(hidden, m.weight[:, width:])
         gate, up = self.gate_up.value_YX.chunk(2)
         o, down, head = (m.value_YX for m in (self.o, self.down, self.head))
-        for to, m in ((gate, d.gate_proj), (up, d.up_proj), (o, d.o_proj), (down, d.down_proj), (head, d.lm_head)):
+        for to, m in (
+            (gate, d.gate_proj),
+            (up, d.up_proj),
+            (o, d.o_proj),
+            (down, d.down_proj),
+            (head, d.lm_head),
+        ):
             fold(to, m.weight)
         norms = d.fc_norms()
         fold(self.fc.value_YX, d.fc.weight, torch.cat([n.weight for n in norms]) if norms else None)

@@ -97,10 +97,10 @@ class Kept(NamedTuple):
 class Gradients:
     """Adds gradients of batches to a drafter's parameters.
 
-        loss = g.add(batch, pairs)      for every batch of an optimizer step of so many supervised tokens
-        g.finish()                      parameters' .grad are complete
-        …optimizer step…
-        g.refresh()
+    loss = g.add(batch, pairs)      for every batch of an optimizer step of so many supervised tokens
+    g.finish()                      parameters' .grad are complete
+    …optimizer step…
+    g.refresh()
     """
 
     def __init__(
@@ -186,8 +186,14 @@ class Gradients:
     def _unit(self, batch: Batch) -> Tensor:
         """Aux states [K, L*D], normed without scale: made again for the way back, since they are large."""
         aux = batch.key_aux_KLD.to(self.dtype)
-        width = {"chunks": self.c.hidden, "whole": self.c.hidden * len(self.c.aux_layers)}.get(self.c.norms.fc)
-        return self.ops.rms(aux.view(-1, width), None, self.c.eps).view(len(aux), -1) if width else aux.flatten(1)
+        width = {"chunks": self.c.hidden, "whole": self.c.hidden * len(self.c.aux_layers)}.get(
+            self.c.norms.fc
+        )
+        return (
+            self.ops.rms(aux.view(-1, width), None, self.c.eps).view(len(aux), -1)
+            if width
+            else aux.flatten(1)
+        )
 
     def _wanted(self, batch: Batch, places: Places, pairs: int) -> Wanted:
         t = self.teacher
@@ -198,7 +204,7 @@ class Gradients:
         inside = (draft_id >= 0)[places.ahead].unfold(0, live, 1)[:steps]
         counts = (batch.steps_M > k_S1) & inside
         target, certainty = self.ops.distribution(logits)
-        return Wanted(target, certainty, draft_id, counts * (self.decay**k_S1.float() / pairs))
+        return Wanted(target, certainty, draft_id, counts * (self.decay ** k_S1.float() / pairs))
 
     # ---- one draft step ----
 
@@ -207,7 +213,14 @@ class Gradients:
         return self.ops.rms(h_MD, norm.weight, norm.eps) if self.c.norms.output else h_MD
 
     def _forward(
-        self, k: int, before: Tensor, batch: Batch, places: Places, keys: Keys, q_SMHE: Tensor, own_SMNE: Tensor
+        self,
+        k: int,
+        before: Tensor,
+        batch: Batch,
+        places: Places,
+        keys: Keys,
+        q_SMHE: Tensor,
+        own_SMNE: Tensor,
     ) -> Kept:
         c, ops, w = self.c, self.ops, self.w
         live, real = len(before), batch.pairs
@@ -284,16 +297,16 @@ class Gradients:
             )
             ops.add_rows(dkeys_KX, dkey.flatten(1))
             ops.add_rows(dvalues_KX, dvalue.flatten(1))
-            dq = ops.merge_backward(
-                dout_SMHE[k], out, lse, q_SMHE[k], own_SMNE, k, self.scale, dq, shares[k]
-            )
+            dq = ops.merge_backward(dout_SMHE[k], out, lse, q_SMHE[k], own_SMNE, k, self.scale, dq, shares[k])
             # q, k, v
             dhalf = dq.new_empty(live, dhalf_MX.shape[1] if k else self.q_width)
             by_head = dhalf.unflatten(1, (-1, c.head_dim))
             ops.turned_backward(dq, places.pos_M, k, places.table_2PE, c.heads, by_head[:, : c.heads])
             if k:
                 down = ops.own_backward(dout_SMHE, q_SMHE, shares, k, real, self.scale, c.kv_heads)
-                ops.turned_backward(down, places.pos_M, k, places.table_2PE, c.kv_heads, by_head[:, c.heads :])
+                ops.turned_backward(
+                    down, places.pos_M, k, places.table_2PE, c.kv_heads, by_head[:, c.heads :]
+                )
             ops.add_rows(dhalf_MX[k:, : dhalf.shape[1]], dhalf[: live - k])
             if not k:
                 self._back_to_keys(batch, places, keys, dhalf, dkv_KNE, dhalf_MX, dmiddle)
@@ -325,7 +338,9 @@ class Gradients:
         residual = torch.zeros_like(dn_KD)
         ops.add_rows(dn_KD if c.norms.before_residual else residual, dmiddle_MD[:real], at)
         ops.add_rows(dn_KD, dn_MD[:real], at)
-        dh, _ = ops.rms_backward(dn_KD, keys.h_KD, self.drafter.hidden_norm.weight, c.eps, self.sums[0], residual)
+        dh, _ = ops.rms_backward(
+            dn_KD, keys.h_KD, self.drafter.hidden_norm.weight, c.eps, self.sums[0], residual
+        )
         w.fc.add(dh, self._unit(batch))
         w.embedded_q.add(dhalf_MX[:, : self.q_width].to(self.dtype), keys.live_MD)
         dhalf_KX = dkv.flatten(1)

@@ -341,7 +341,9 @@ def distribution(logits_MW: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = logits_MW.shape
     certainty = torch.empty(rows, device=logits_MW.device)
     block = min(4096, triton.next_power_of_2(width))
-    _distribution[(rows,)](logits_MW, certainty, logits_MW.stride(0), width, BLOCK=block, num_warps=_warps(block))
+    _distribution[(rows,)](
+        logits_MW, certainty, logits_MW.stride(0), width, BLOCK=block, num_warps=_warps(block)
+    )
     return logits_MW, certainty
 
 
@@ -445,7 +447,14 @@ def _loss(
 def fold(to_YX: Tensor, weight_YX: Tensor, scale_X: Tensor | None = None) -> None:
     rows, width = weight_YX.shape
     _fold[(rows, triton.cdiv(width, TILE))](
-        to_YX, weight_YX, scale_X, to_YX.stride(0), weight_YX.stride(0), width, SCALED=scale_X is not None, BLOCK=TILE
+        to_YX,
+        weight_YX,
+        scale_X,
+        to_YX.stride(0),
+        weight_YX.stride(0),
+        width,
+        SCALED=scale_X is not None,
+        BLOCK=TILE,
     )
 
 
@@ -463,7 +472,16 @@ def unfold(grad_YX: Tensor, weight_YX: Tensor, scale_X: Tensor, scale_grad_X: Te
     parts = min(64, triton.cdiv(rows, 8))
     sums = torch.empty(parts, width, device=grad_YX.device)
     _unfold[(parts, triton.cdiv(width, 128))](
-        grad_YX, weight_YX, scale_X, sums, grad_YX.stride(0), weight_YX.stride(0), rows, width, ROWS=8, COLUMNS=128
+        grad_YX,
+        weight_YX,
+        scale_X,
+        sums,
+        grad_YX.stride(0),
+        weight_YX.stride(0),
+        rows,
+        width,
+        ROWS=8,
+        COLUMNS=128,
     )
     scale_grad_X += sums.sum(0)
 

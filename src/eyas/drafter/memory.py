@@ -1,11 +1,11 @@
 """How much of a GPU's memory a training step takes: counted from the tensors that drafter/gradients.py keeps, before any is made.
 
-    weights    float32 parameters, gradients and both moments of AdamW; matrices again in the products' type; the target's embedding
-               and the head rows of the draft vocabulary
-    batch      states and ids of a batch, and of those prepared ahead
-    kept       what the draft steps leave for the way back
-    working    the most that lives beside it: the target's distribution and a chunk of logits on the way forward, gradients of
-               attention on the way back
+weights    float32 parameters, gradients and both moments of AdamW; matrices again in the products' type; the target's embedding
+           and the head rows of the draft vocabulary
+batch      states and ids of a batch, and of those prepared ahead
+kept       what the draft steps leave for the way back
+working    the most that lives beside it: the target's distribution and a chunk of logits on the way forward, gradients of
+           attention on the way back
 """
 
 import math
@@ -44,7 +44,9 @@ def of_training(c: Contract, keys: int, live: int, steps: int, batches: int, siz
     of_steps = live * (steps * (q + q + 3 * wide + 2 * c.mlp + fed) + wide + (steps - 1) * kv)
     chunk = min(live * c.draft_vocab * size, CHUNK_BYTES)
     forward = live * (c.draft_vocab + 2 * wide) * size + chunk
-    expanded = 2 * keys * q if c.heads != c.kv_heads else 0  # FlashAttention's gradients of keys and values, head by head
+    expanded = (
+        2 * keys * q if c.heads != c.kv_heads else 0
+    )  # FlashAttention's gradients of keys and values, head by head
     back = live * (steps * q + 3 * wide + 2 * q) * size + (keys * kv + expanded) * size
     back += 4 * (live * (q + kv) + keys * kv + live * q + steps * 2 * max(steps - 1, 1) * live * c.heads)
     return Memory(weights, batches * batch, (of_keys + of_steps) * size, max(forward, back))

@@ -318,12 +318,19 @@ class Trainer:
 
     def prepared(self, todo: list[list[int]]) -> Iterator[list[Batch]]:
         """The batches of each step, made ahead."""
-        on_gpu = (lambda batches: (t for b in batches for t in b.tensors())) if self.device == "cuda" else None
+        on_gpu = (
+            (lambda batches: (t for b in batches for t in b.tensors())) if self.device == "cuda" else None
+        )
         return ahead(todo, self._batches, on_gpu)
 
     def _batches(self, rows: list[int]) -> list[Batch]:
         return [
-            pack([self.data.train[i].load() for i in group], self.device, self.options.ttt_steps, ROW_MULTIPLE[self.device])
+            pack(
+                [self.data.train[i].load() for i in group],
+                self.device,
+                self.options.ttt_steps,
+                ROW_MULTIPLE[self.device],
+            )
             for group in schedule.micro_batches(rows, self.lengths, self.micro, padded=self.device == "cpu")
         ]
 

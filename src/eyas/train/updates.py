@@ -54,7 +54,9 @@ class Updates:
             for k, n in enumerate(loss.pairs):
                 seen[k] += n
         self.gradients.finish()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.drafter.parameters() if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in self.drafter.parameters() if p.grad is not None]
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # the fused step divides by this (torch/optim/adamw.py, for GradScaler): clipped without a pass of its own
