@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from eyas.contract import Norms
+from eyas.drafter import gradients, kernels
 from eyas.drafter.batch import pack
 from eyas.drafter.gradients import Gradients
 from eyas.drafter.loss import Loss, Teacher, ttt_loss
@@ -147,3 +148,14 @@ def test_rows_of_a_step_beyond_the_batch_are_refused():
     case.steps = 3
     with pytest.raises(ValueError, match="3 draft steps of a batch that was packed for 2"):
         case.run()
+
+
+@pytest.mark.parametrize("norms", NORMS[1:3])
+def test_kernels_give_the_same_gradients(norms, monkeypatch):
+    """All of a step through the GPU's kernels (in Triton's interpreter where there is none)."""
+    monkeypatch.setattr(gradients, "ops_of", lambda device: kernels)
+    case = Case(norms, 3, steps=3, multiple=8, longest=16, device="cuda" if torch.cuda.is_available() else "cpu")
+    wanted, found = case.specified(), case.run()
+    for w, f in zip(wanted.losses, found.losses, strict=True):
+        assert f.hits_K.tolist() == w.hits_K.tolist()
+    assert found.away_from(wanted) < 2e-4

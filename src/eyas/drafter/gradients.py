@@ -91,7 +91,7 @@ class Kept(NamedTuple):
     middle_MD: Tensor  # after attention
     both_M2I: Tensor  # gate and up
     h_MD: Tensor
-    dh_MD: Tensor  # the loss's gradient of h
+    dnormed_MD: Tensor  # the loss's gradient of norm(h)
 
 
 class Gradients:
@@ -148,12 +148,13 @@ class Gradients:
         loss_SM = torch.empty(steps, live, device=self.device)
         hit_SM = torch.empty(steps, live, device=self.device)
         kept: list[Kept] = []
+        before = keys.h_KD[batch.query_key_M]
         for k in range(steps):
-            before = self._fed(kept[-1].h_MD) if k else keys.h_KD[batch.query_key_M]
             step = self._forward(k, before, batch, places, keys, q_SMHE, own_SMNE)
-            dh = self._loss(k, step.h_MD, places, wanted, loss_SM[k], hit_SM[k])
-            kept.append(step._replace(dh_MD=dh))
-        del wanted
+            normed = self.ops.rms(step.h_MD, self.drafter.norm.weight, c.eps)
+            kept.append(step._replace(dnormed_MD=self._loss(k, normed, places, wanted, loss_SM[k], hit_SM[k])))
+            before = normed if c.norms.output else step.h_MD
+        del wanted, before, normed, step
         self._back(batch, places, keys, q_SMHE, own_SMNE, kept)
         return Loss(loss_SM.sum(), hit_SM.sum(1), list(batch.pairs_S))
 
@@ -208,10 +209,6 @@ class Gradients:
 
     # ---- one draft step ----
 
-    def _fed(self, h_MD: Tensor) -> Tensor:
-        norm = self.drafter.norm
-        return self.ops.rms(h_MD, norm.weight, norm.eps) if self.c.norms.output else h_MD
-
     def _forward(
         self,
         k: int,
@@ -245,24 +242,22 @@ class Gradients:
         return Kept(before, out, lse, middle, gate_up, h, h)
 
     def _loss(
-        self, k: int, h_MD: Tensor, places: Places, wanted: Wanted, loss_M: Tensor, hit_M: Tensor
+        self, k: int, normed_MD: Tensor, places: Places, wanted: Wanted, loss_M: Tensor, hit_M: Tensor
     ) -> Tensor:
-        """The loss of one step and whether drafts hit, written; its gradient of h, returned."""
-        ops, w, norm = self.ops, self.w, self.drafter.norm
-        f = ops.rms(h_MD, norm.weight, norm.eps)
-        rows = max(1, CHUNK_BYTES // (self.c.draft_vocab * f.element_size()))
-        df = torch.empty_like(f)
-        for i in range(0, len(f), rows):
+        """The loss of one step and whether drafts hit, written; its gradient of norm(h), returned."""
+        head, rows = self.w.head, max(1, CHUNK_BYTES // (self.c.draft_vocab * normed_MD.element_size()))
+        dnormed = torch.empty_like(normed_MD)
+        for i in range(0, len(normed_MD), rows):
             part = slice(i, i + rows)
-            at = places.ahead[k : k + len(f)][part]
-            logits = w.head(f[part])
-            ops.loss(
+            at = places.ahead[k : k + len(normed_MD)][part]
+            logits = head(normed_MD[part])
+            self.ops.loss(
                 logits, wanted.target_MW, wanted.certainty_M, at, wanted.weight_SM[k, part], wanted.draft_id_M, self.kind,
                 loss_M[part], hit_M[part],
             )  # fmt: skip
-            w.head.add(logits, f[part])
-            w.head.back(logits, out_TX=df[part])
-        return ops.rms_backward(df, h_MD, norm.weight, norm.eps, self.sums[2])[0]
+            head.add(logits, normed_MD[part])
+            head.back(logits, out_TX=dnormed[part])
+        return dnormed
 
     # ---- the way back ----
 
@@ -278,9 +273,10 @@ class Gradients:
         dhalf_MX = torch.zeros(live, self.q_width + dkv_KNE[0].numel(), device=self.device)
         dbefore: Tensor | None = None
         for k in reversed(range(steps)):
-            before, out, lse, middle, both, h, dh = kept.pop()
-            if dbefore is not None:
-                dh = self._fed_back(dbefore, h, dh)
+            before, out, lse, middle, both, h, dnormed = kept.pop()
+            if c.norms.output and dbefore is not None:
+                dnormed, dbefore = dnormed + dbefore, None
+            dh, _ = ops.rms_backward(dnormed, h, d.norm.weight, c.eps, self.sums[2], dbefore)
             # MLP; what is no longer needed is let go before attention takes its memory
             act = ops.swiglu_backward(w.down.back(dh), both)
             w.down.add(dh, act)
@@ -288,7 +284,7 @@ class Gradients:
                 w.gate_up.back(both), middle, d.post_attention_layernorm.weight, c.eps, self.sums[1], dh
             )
             w.gate_up.add(both, x)
-            del act, both, x, middle, h, dh, dbefore
+            del act, both, x, middle, h, dh, dnormed, dbefore
             # attention
             w.o.add(dmiddle, out.flatten(1))
             w.o.back(dmiddle, out_TX=dout_SMHE[k].flatten(1))
@@ -315,13 +311,6 @@ class Gradients:
             dn = w.hidden.back(dhalf, of_norm)
             dbefore, n = ops.rms_backward(dn, before, d.hidden_norm.weight, c.eps, self.sums[0], past)
             w.hidden.add(dhalf, n)
-
-    def _fed_back(self, dfed_MD: Tensor, h_MD: Tensor, dh_MD: Tensor) -> Tensor:
-        """The gradient of h: of what was fed to the next step, and of the loss."""
-        norm = self.drafter.norm
-        if not self.c.norms.output:
-            return dh_MD + dfed_MD
-        return self.ops.rms_backward(dfed_MD, h_MD, norm.weight, norm.eps, self.sums[2], dh_MD)[0]
 
     def _back_to_keys(
         self, batch: Batch, places: Places, keys: Keys, dq_MX: Tensor, dkv_KNE: Tensor, dhalf_MX: Tensor, dmiddle_MD: Tensor

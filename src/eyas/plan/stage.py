@@ -46,10 +46,10 @@ def run(resolved: Resolved, rundir: RunDir, prompts: list[Any]) -> dict[str, Any
     else:
         rates = {name: getattr(facts.rates, name) if facts else None for name in RATES}
     seconds = _seconds(resolved, counts, rates)
-    memory = _memory(resolved)
+    memory = _memory(resolved, counts)
     say(
-        f"  memory: target {size(memory['target'])}, training {size(memory['train'])}; "
-        f"{size(memory['available'])} available here"
+        f"  memory: target {size(memory['target'])}, training {size(memory['train'])} (weights and optimizer "
+        f"{size(memory['train_weights'])}); {size(memory['available'])} available here"
     )
     _print_seconds(seconds, "just measured" if here else "that the recipe gives")
     if here and resolved.recipe.engine.name != "hf":
@@ -157,15 +157,36 @@ def _measured(resolved: Resolved, counts: dict[str, int]) -> dict[str, float | N
     return measure.rates(resolved, min(counts["prompt_tokens_each"], MEASURED_PROMPT))
 
 
-def _memory(resolved: Resolved) -> dict[str, int]:
-    """Peak by stage, roughly: weights; optimizer (16 bytes a parameter), embedding and head in float32."""
-    facts, target = resolved.recipe.target.facts, resolved.target
-    training = _parameters(resolved) * 16 + 2 * target.vocab * target.hidden * 4
+def _memory(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:
+    """Peak by stage: the target's weights, and training as drafter/memory.py counts it. Where the target is not here, training is
+    counted as on a GPU in bfloat16."""
+    from eyas.drafter import gradients, memory
+    from eyas.feed import DEPTH
+
+    facts, options = resolved.recipe.target.facts, resolved.recipe.train
+    device = resolved.device if resolved.target.files else "cuda"
+    together = gradients.BATCH_TOKENS[device] if options.micro_tokens == "auto" else options.micro_tokens
+    keys = min(together, options.tokens_per_step)
+    answered = counts["completion_tokens"] / max(counts["row_tokens"], 1)
+    size = 4 if device == "cpu" and resolved.dtype == "float32" else 2
+    waiting = math.ceil(options.tokens_per_step / keys) * (2 + DEPTH)  # in hand, in the making, and ahead
+    found = memory.of_training(
+        warm.contract(resolved, 0), keys, round(keys * answered), options.ttt_steps, waiting, size
+    )
     return {
         "target": resolved.weight_bytes or (facts.weight_bytes if facts else 0),
-        "train": training,
-        "available": psutil.virtual_memory().available,
+        "train": found.peak,
+        "train_weights": found.weights,
+        "available": _available(device),
     }
+
+
+def _available(device: str) -> int:
+    import torch
+
+    if device == "cuda" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    return psutil.virtual_memory().available
 
 
 def _seconds(
