@@ -23,9 +23,8 @@ from __future__ import annotations
 import statistics
 import time
 
-import torch
-
 import peer_common as common
+import torch
 
 
 def draft_config(shape, longest):

@@ -33,10 +33,9 @@ import types
 from pathlib import Path
 
 import numpy
+import peer_common as common
 import torch
 from safetensors.torch import save_file
-
-import peer_common as common
 
 NEVER = 10**9
 

@@ -136,7 +136,7 @@ def ours(shape: str, cell: str, ttt: int, plain: bool, a: argparse.Namespace) ->
     found = {
         "tool": "plain" if plain else "eyas", "shape": shape, "cell": cell, "ttt": ttt, "tokens": tokens, "step_ms": step * 1e3,
         "tokens_per_s": tokens / step, "supervised_per_s": pairs / step, "tflops": operations / step / 1e12,
-        "loss": float(figures), "products": str(updates.gradients.dtype).split(".")[1],
+        "loss": float(figures), "products": ("autocast" if DEVICE == "cuda" else "float32") if plain else str(updates.gradients.dtype).split(".")[1],
     }  # fmt: skip
     if DEVICE == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -263,7 +263,7 @@ def profile(work: Callable[[], Any]) -> dict[str, float]:
         return {}
     kinds = dict.fromkeys([*KINDS, "everything else"], 0.0)
     for e in found.key_averages():
-        if e.device_type == torch.autograd.DeviceType.CUDA:
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.key.startswith("Optimizer.step"):
             kind = next(
                 (k for k, names in KINDS.items() if any(n in e.key for n in names)), "everything else"
             )

@@ -154,7 +154,9 @@ def test_rows_of_a_step_beyond_the_batch_are_refused():
 def test_kernels_give_the_same_gradients(norms, monkeypatch):
     """All of a step through the GPU's kernels (in Triton's interpreter where there is none)."""
     monkeypatch.setattr(gradients, "ops_of", lambda device: kernels)
-    case = Case(norms, 3, steps=3, multiple=8, longest=16, device="cuda" if torch.cuda.is_available() else "cpu")
+    case = Case(
+        norms, 3, steps=3, multiple=8, longest=16, device="cuda" if torch.cuda.is_available() else "cpu"
+    )
     wanted, found = case.specified(), case.run()
     for w, f in zip(wanted.losses, found.losses, strict=True):
         assert f.hits_K.tolist() == w.hits_K.tolist()

@@ -30,6 +30,7 @@ from eyas.drafter.batch import Batch
 from eyas.drafter.fused import Fused
 from eyas.drafter.loss import Loss, Teacher
 from eyas.drafter.network import Drafter
+from eyas.errors import SurroundingsError
 
 CHUNK_BYTES = 2**29  # of logits at once
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # at once, where the recipe leaves it open
@@ -40,8 +41,13 @@ def ops_of(device: torch.device) -> ModuleType:
     """Triton kernels on a GPU, their plain twins elsewhere."""
     if device.type != "cuda":
         return pieces
-    from eyas.drafter import kernels  # needs Triton
-
+    try:
+        from eyas.drafter import kernels
+    except ModuleNotFoundError as e:
+        raise SurroundingsError(
+            "training on a GPU needs Triton, which PyTorch's CUDA builds bring along, and this Python has none. Install such a build, or "
+            "Triton for this PyTorch."
+        ) from e
     return kernels
 
 
@@ -138,25 +144,14 @@ class Gradients:
         """
         if self.steps > batch.steps:
             raise ValueError(f"{self.steps} draft steps of a batch that was packed for {batch.steps}")
-        steps, live = len(batch.pairs_S), len(batch.query_key_M)
+        steps = len(batch.pairs_S)
         places = self._places(batch, steps)
-        keys = self._keys(batch, places)
-        wanted = self._wanted(batch, places, pairs)
-        c = self.c
-        q_SMHE = keys.n_KD.new_empty(steps, live, c.heads, c.head_dim)
-        own_SMNE = keys.n_KD.new_empty(max(steps - 1, 1), live, 2 * c.kv_heads, c.head_dim)
-        loss_SM = torch.empty(steps, live, device=self.device)
-        hit_SM = torch.empty(steps, live, device=self.device)
-        kept: list[Kept] = []
-        before = keys.h_KD[batch.query_key_M]
-        for k in range(steps):
-            step = self._forward(k, before, batch, places, keys, q_SMHE, own_SMNE)
-            normed = self.ops.rms(step.h_MD, self.drafter.norm.weight, c.eps)
-            kept.append(step._replace(dnormed_MD=self._loss(k, normed, places, wanted, loss_SM[k], hit_SM[k])))
-            before = normed if c.norms.output else step.h_MD
-        del wanted, before, normed, step
-        self._back(batch, places, keys, q_SMHE, own_SMNE, kept)
-        return Loss(loss_SM.sum(), hit_SM.sum(1), list(batch.pairs_S))
+        way = _Way(self, batch, places, self._keys(batch, places))
+        loss_SM = torch.empty(2, steps, len(places.pos_M), device=self.device)
+        kept = way.forward(self._wanted(batch, places, pairs), loss_SM)
+        way.back(kept)
+        loss, hits_S = loss_SM[0].sum(), loss_SM[1].sum(1)
+        return Loss(loss, hits_S, list(batch.pairs_S))
 
     # ---- before the first step ----
 
@@ -175,7 +170,7 @@ class Gradients:
         table = self.teacher.embedding_VD
         embedded = ops.rms(F.embedding(batch.key_token_K, table).to(self.dtype), None, c.eps)
         live = embedded[batch.query_key_M]
-        h = w.fc(self._unit(batch))
+        h = w.fc(self.unit(batch))
         n = ops.rms(h, self.drafter.hidden_norm.weight, c.eps)
         half_q = w.embedded_q(live).unflatten(1, (-1, c.head_dim))
         half_kv = w.embedded_kv(embedded).unflatten(1, (-1, c.head_dim))
@@ -184,7 +179,7 @@ class Gradients:
         ops.turned(half, half_kv, every, batch.key_pos_K, 0, places.table_2PE, c.kv_heads, kv)
         return Keys(embedded, live, h, n, kv, half_q, half_kv)
 
-    def _unit(self, batch: Batch) -> Tensor:
+    def unit(self, batch: Batch) -> Tensor:
         """Aux states [K, L*D], normed without scale: made again for the way back, since they are large."""
         aux = batch.key_aux_KLD.to(self.dtype)
         width = {"chunks": self.c.hidden, "whole": self.c.hidden * len(self.c.aux_layers)}.get(
@@ -207,52 +202,58 @@ class Gradients:
         target, certainty = self.ops.distribution(logits)
         return Wanted(target, certainty, draft_id, counts * (self.decay ** k_S1.float() / pairs))
 
-    # ---- one draft step ----
 
-    def _forward(
-        self,
-        k: int,
-        before: Tensor,
-        batch: Batch,
-        places: Places,
-        keys: Keys,
-        q_SMHE: Tensor,
-        own_SMNE: Tensor,
-    ) -> Kept:
-        c, ops, w = self.c, self.ops, self.w
-        live, real = len(before), batch.pairs
-        ahead = places.ahead[k : k + live]
-        n = ops.rms(before, self.drafter.hidden_norm.weight, c.eps)
+class _Way:
+    """One batch on its way forward through the draft steps, and back."""
+
+    def __init__(self, g: Gradients, batch: Batch, places: Places, keys: Keys) -> None:
+        self.g, self.c, self.ops, self.w, self.d = g, g.c, g.ops, g.w, g.drafter
+        self.batch, self.places, self.keys = batch, places, keys
+        self.steps, self.live, self.real = len(batch.pairs_S), len(places.pos_M), batch.pairs
+        c = self.c
+        self.q_SMHE = keys.n_KD.new_empty(self.steps, self.live, c.heads, c.head_dim)
+        self.own_SMNE = keys.n_KD.new_empty(max(self.steps - 1, 1), self.live, 2 * c.kv_heads, c.head_dim)
+
+    def forward(self, wanted: Wanted, figures_2SM: Tensor) -> list[Kept]:
+        """All draft steps and their losses; figures: the loss and whether drafts hit, written."""
+        kept: list[Kept] = []
+        before = self.keys.h_KD[self.batch.query_key_M]
+        for k in range(self.steps):
+            step = self._layer(k, before)
+            normed = self.ops.rms(step.h_MD, self.d.norm.weight, self.c.eps)
+            kept.append(step._replace(dnormed_MD=self._loss(k, normed, wanted, *figures_2SM[:, k])))
+            before = normed if self.c.norms.output else step.h_MD
+        return kept
+
+    def _layer(self, k: int, before: Tensor) -> Kept:
+        c, ops, w, places, keys = self.c, self.ops, self.w, self.places, self.keys
+        q, ahead = self.q_SMHE[k], places.ahead[k : k + self.live]
+        n = ops.rms(before, self.d.hidden_norm.weight, c.eps)
         if k:
             both = w.hidden(n).unflatten(1, (-1, c.head_dim))
             half_q, half_kv = both[:, : c.heads], both[:, c.heads :]
-            at = places.key[k : k + live]
-            ops.turned(
-                half_kv, keys.half_kv_KNE, at, places.pos_M, k, places.table_2PE, c.kv_heads, own_SMNE[k - 1]
-            )
+            at, own = places.key[k : k + self.live], self.own_SMNE[k - 1]
+            ops.turned(half_kv, keys.half_kv_KNE, at, places.pos_M, k, places.table_2PE, c.kv_heads, own)
         else:
             half_q = w.hidden_q(n).unflatten(1, (-1, c.head_dim))
-        ops.turned(half_q, keys.half_q_MHE, ahead, places.pos_M, k, places.table_2PE, c.heads, q_SMHE[k])
-        first, lse = documents.attend(q_SMHE[k, :real], keys.kv_KNE, batch, self.scale)
-        out, lse = ops.merge(first, lse, q_SMHE[k], own_SMNE, k, self.scale)
+        ops.turned(half_q, keys.half_q_MHE, ahead, places.pos_M, k, places.table_2PE, c.heads, q)
+        first, lse = documents.attend(q[: self.real], keys.kv_KNE, self.batch, self.g.scale)
+        out, lse = ops.merge(first, lse, q, self.own_SMNE, k, self.g.scale)
         middle = w.o(out.flatten(1), n if c.norms.before_residual else before)
-        x = ops.rms(middle, self.drafter.post_attention_layernorm.weight, c.eps)
-        gate_up = w.gate_up(x)
+        gate_up = w.gate_up(ops.rms(middle, self.d.post_attention_layernorm.weight, c.eps))
         h = w.down(ops.swiglu(gate_up), middle)
         return Kept(before, out, lse, middle, gate_up, h, h)
 
-    def _loss(
-        self, k: int, normed_MD: Tensor, places: Places, wanted: Wanted, loss_M: Tensor, hit_M: Tensor
-    ) -> Tensor:
+    def _loss(self, k: int, normed_MD: Tensor, wanted: Wanted, loss_M: Tensor, hit_M: Tensor) -> Tensor:
         """The loss of one step and whether drafts hit, written; its gradient of norm(h), returned."""
         head, rows = self.w.head, max(1, CHUNK_BYTES // (self.c.draft_vocab * normed_MD.element_size()))
         dnormed = torch.empty_like(normed_MD)
-        for i in range(0, len(normed_MD), rows):
+        for i in range(0, self.live, rows):
             part = slice(i, i + rows)
-            at = places.ahead[k : k + len(normed_MD)][part]
+            at = self.places.ahead[k : k + self.live][part]
             logits = head(normed_MD[part])
             self.ops.loss(
-                logits, wanted.target_MW, wanted.certainty_M, at, wanted.weight_SM[k, part], wanted.draft_id_M, self.kind,
+                logits, wanted.target_MW, wanted.certainty_M, at, wanted.weight_SM[k, part], wanted.draft_id_M, self.g.kind,
                 loss_M[part], hit_M[part],
             )  # fmt: skip
             head.add(logits, normed_MD[part])
@@ -261,77 +262,84 @@ class Gradients:
 
     # ---- the way back ----
 
-    def _back(
-        self, batch: Batch, places: Places, keys: Keys, q_SMHE: Tensor, own_SMNE: Tensor, kept: list[Kept]
-    ) -> None:
-        c, ops, w, d = self.c, self.ops, self.w, self.drafter
-        steps, live, real = len(kept), len(batch.query_key_M), batch.pairs
-        shares = torch.empty(steps, 2, max(steps - 1, 1), live, c.heads, device=self.device)
-        dout_SMHE = torch.empty_like(q_SMHE)
-        dkv_KNE = torch.zeros(keys.kv_KNE.shape, device=self.device)
-        dkeys_KX, dvalues_KX = dkv_KNE.flatten(1).chunk(2, 1)
-        dhalf_MX = torch.zeros(live, self.q_width + dkv_KNE[0].numel(), device=self.device)
+    def back(self, kept: list[Kept]) -> None:
+        c, s = self.c, self.steps
+        empty = lambda *shape: torch.empty(*shape, device=self.g.device)  # noqa: E731
+        self.shares_S2SMH = empty(s, 2, max(s - 1, 1), self.live, c.heads)
+        self.dout_SMHE = torch.empty_like(self.q_SMHE)
+        self.dkv_KNE = empty(*self.keys.kv_KNE.shape).zero_()
+        self.dhalf_MX = empty(self.live, self.g.q_width + self.dkv_KNE[0].numel()).zero_()  # of all steps
         dbefore: Tensor | None = None
-        for k in reversed(range(steps)):
-            before, out, lse, middle, both, h, dnormed = kept.pop()
-            if c.norms.output and dbefore is not None:
-                dnormed, dbefore = dnormed + dbefore, None
-            dh, _ = ops.rms_backward(dnormed, h, d.norm.weight, c.eps, self.sums[2], dbefore)
-            # MLP; what is no longer needed is let go before attention takes its memory
-            act = ops.swiglu_backward(w.down.back(dh), both)
-            w.down.add(dh, act)
-            dmiddle, x = ops.rms_backward(
-                w.gate_up.back(both), middle, d.post_attention_layernorm.weight, c.eps, self.sums[1], dh
-            )
-            w.gate_up.add(both, x)
-            del act, both, x, middle, h, dh, dnormed, dbefore
-            # attention
-            w.o.add(dmiddle, out.flatten(1))
-            w.o.back(dmiddle, out_TX=dout_SMHE[k].flatten(1))
-            dq, dkey, dvalue = documents.attend_backward(
-                dout_SMHE[k, :real], q_SMHE[k, :real], keys.kv_KNE, out[:real], lse, batch, self.scale
-            )
-            ops.add_rows(dkeys_KX, dkey.flatten(1))
-            ops.add_rows(dvalues_KX, dvalue.flatten(1))
-            dq = ops.merge_backward(dout_SMHE[k], out, lse, q_SMHE[k], own_SMNE, k, self.scale, dq, shares[k])
-            # q, k, v
-            dhalf = dq.new_empty(live, dhalf_MX.shape[1] if k else self.q_width)
-            by_head = dhalf.unflatten(1, (-1, c.head_dim))
-            ops.turned_backward(dq, places.pos_M, k, places.table_2PE, c.heads, by_head[:, : c.heads])
-            if k:
-                down = ops.own_backward(dout_SMHE, q_SMHE, shares, k, real, self.scale, c.kv_heads)
-                ops.turned_backward(
-                    down, places.pos_M, k, places.table_2PE, c.kv_heads, by_head[:, c.heads :]
-                )
-            ops.add_rows(dhalf_MX[k:, : dhalf.shape[1]], dhalf[: live - k])
+        for k in reversed(range(s)):
+            before, out, lse = kept[-1].before_MD, kept[-1].out_MHE, kept[-1].lse_Hm
+            dmiddle = self._mlp_back(kept.pop(), dbefore)  # its tensors go before attention takes its memory
+            dhalf = self._qkv_back(k, self._attention_back(k, out, lse, dmiddle))
             if not k:
-                self._back_to_keys(batch, places, keys, dhalf, dkv_KNE, dhalf_MX, dmiddle)
+                self._keys_back(dhalf, dmiddle)
                 return
             of_norm, past = (dmiddle, None) if c.norms.before_residual else (None, dmiddle)
-            dn = w.hidden.back(dhalf, of_norm)
-            dbefore, n = ops.rms_backward(dn, before, d.hidden_norm.weight, c.eps, self.sums[0], past)
-            w.hidden.add(dhalf, n)
+            dn = self.w.hidden.back(dhalf, of_norm)
+            dbefore, n = self.ops.rms_backward(
+                dn, before, self.d.hidden_norm.weight, c.eps, self.g.sums[0], past
+            )
+            self.w.hidden.add(dhalf, n)
 
-    def _back_to_keys(
-        self, batch: Batch, places: Places, keys: Keys, dq_MX: Tensor, dkv_KNE: Tensor, dhalf_MX: Tensor, dmiddle_MD: Tensor
-    ) -> None:  # fmt: skip
-        """Step 0's q of the live positions, k and v of every key, fc, and the embedding's halves of all steps."""
-        c, ops, w = self.c, self.ops, self.w
-        at, real = batch.query_key_M, batch.pairs
-        dkv = keys.kv_KNE.new_empty(keys.kv_KNE.shape)
-        ops.turned_backward(dkv_KNE, batch.key_pos_K, 0, places.table_2PE, c.kv_heads, dkv)
-        w.hidden_q.add(dq_MX, keys.n_KD[at])
-        w.hidden_kv.add(dkv.flatten(1), keys.n_KD)
-        dn_KD = w.hidden_kv.back(dkv.flatten(1))
-        dn_MD = w.hidden_q.back(dq_MX)
-        residual = torch.zeros_like(dn_KD)
-        ops.add_rows(dn_KD if c.norms.before_residual else residual, dmiddle_MD[:real], at)
-        ops.add_rows(dn_KD, dn_MD[:real], at)
-        dh, _ = ops.rms_backward(
-            dn_KD, keys.h_KD, self.drafter.hidden_norm.weight, c.eps, self.sums[0], residual
+    def _mlp_back(self, step: Kept, dbefore_MD: Tensor | None) -> Tensor:
+        """From the gradients of norm(h), and of what the next step read, to that of the state after attention."""
+        ops, w, d, c = self.ops, self.w, self.d, self.c
+        dnormed = step.dnormed_MD
+        if c.norms.output and dbefore_MD is not None:
+            dnormed, dbefore_MD = dnormed + dbefore_MD, None
+        dh, _ = ops.rms_backward(dnormed, step.h_MD, d.norm.weight, c.eps, self.g.sums[2], dbefore_MD)
+        act = ops.swiglu_backward(w.down.back(dh), step.both_M2I)
+        w.down.add(dh, act)
+        dx, norm = w.gate_up.back(step.both_M2I), d.post_attention_layernorm
+        dmiddle, x = ops.rms_backward(dx, step.middle_MD, norm.weight, c.eps, self.g.sums[1], dh)
+        w.gate_up.add(step.both_M2I, x)
+        return dmiddle
+
+    def _attention_back(self, k: int, out_MHE: Tensor, lse_Hm: Tensor, dmiddle_MD: Tensor) -> Tensor:
+        """The gradient of q; those of the step-0 keys and values are added up."""
+        ops, w, m, dout, q = self.ops, self.w, self.real, self.dout_SMHE[k], self.q_SMHE[k]
+        w.o.add(dmiddle_MD, out_MHE.flatten(1))
+        w.o.back(dmiddle_MD, out_TX=dout.flatten(1))
+        dq, *dkey_and_value = documents.attend_backward(
+            dout[:m], q[:m], self.keys.kv_KNE, out_MHE[:m], lse_Hm, self.batch, self.g.scale
         )
-        w.fc.add(dh, self._unit(batch))
-        w.embedded_q.add(dhalf_MX[:, : self.q_width].to(self.dtype), keys.live_MD)
-        dhalf_KX = dkv.flatten(1)
-        ops.add_rows(dhalf_KX, dhalf_MX[:real, self.q_width :], at)
-        w.embedded_kv.add(dhalf_KX, keys.embedded_KD)
+        for total, x in zip(self.dkv_KNE.flatten(1).chunk(2, 1), dkey_and_value, strict=True):
+            ops.add_rows(total, x.flatten(1))
+        return ops.merge_backward(
+            dout, out_MHE, lse_Hm, q, self.own_SMNE, k, self.g.scale, dq, self.shares_S2SMH[k]
+        )
+
+    def _qkv_back(self, k: int, dq_MHE: Tensor) -> Tensor:
+        """The gradient of the hidden half of q, and of k and v after step 0; also added up for the embedding's half, k places on."""
+        c, ops, places = self.c, self.ops, self.places
+        dhalf = dq_MHE.new_empty(self.live, self.dhalf_MX.shape[1] if k else self.g.q_width)
+        by_head = dhalf.unflatten(1, (-1, c.head_dim))
+        ops.turned_backward(dq_MHE, places.pos_M, k, places.table_2PE, c.heads, by_head[:, : c.heads])
+        if k:
+            own = ops.own_backward(
+                self.dout_SMHE, self.q_SMHE, self.shares_S2SMH, k, self.real, self.g.scale, c.kv_heads
+            )
+            ops.turned_backward(own, places.pos_M, k, places.table_2PE, c.kv_heads, by_head[:, c.heads :])
+        ops.add_rows(self.dhalf_MX[k:, : dhalf.shape[1]], dhalf[: self.live - k])
+        return dhalf
+
+    def _keys_back(self, dq_MX: Tensor, dmiddle_MD: Tensor) -> None:
+        """Step 0's q of the live positions, k and v of every key, fc, and the embedding's halves of all steps."""
+        c, ops, w, keys, m, q = self.c, self.ops, self.w, self.keys, self.real, self.g.q_width
+        at, dkv_KX = self.batch.query_key_M, keys.kv_KNE.new_empty(keys.kv_KNE.shape).flatten(1)
+        by_head = dkv_KX.unflatten(1, (-1, c.head_dim))
+        ops.turned_backward(self.dkv_KNE, self.batch.key_pos_K, 0, self.places.table_2PE, c.kv_heads, by_head)
+        w.hidden_q.add(dq_MX, keys.n_KD[at])
+        w.hidden_kv.add(dkv_KX, keys.n_KD)
+        dn_KD = w.hidden_kv.back(dkv_KX)
+        ops.add_rows(dn_KD, w.hidden_q.back(dq_MX)[:m], at)
+        residual = torch.zeros_like(dn_KD)
+        ops.add_rows(dn_KD if c.norms.before_residual else residual, dmiddle_MD[:m], at)
+        dh, _ = ops.rms_backward(dn_KD, keys.h_KD, self.d.hidden_norm.weight, c.eps, self.g.sums[0], residual)
+        w.fc.add(dh, self.g.unit(self.batch))
+        w.embedded_q.add(self.dhalf_MX[:, :q].to(dq_MX.dtype), keys.live_MD)
+        ops.add_rows(dkv_KX, self.dhalf_MX[:m, q:], at)
+        w.embedded_kv.add(dkv_KX, keys.embedded_KD)

@@ -3,27 +3,20 @@
 x @ W.T of 2 to 4 rows takes MKL two to three times as long as one row, though it reads the same weights; W @ x.T, the same
 sums, takes as long as one (docs/results/few-rows.json). So verifying k drafts costs little more than a plain step, and the
 plain step gains too.
-
-In training on a GPU, row counts differ at every step, and cuBLAS searches for a kernel at every new shape, which costs more
-than small products themselves; so rows are rounded up, and shapes repeat (docs/results/base-drafter.md).
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 MOST_ROWS = 64
 SLOW_ROWS = (1, 3)  # one more row makes these faster
 PAIRED_NUMEL = 300_000  # for one row, only where the weight is this large
-ROUND = 256  # rows of products in training on a GPU
 
 
 class Linear(nn.Linear):
-    """nn.Linear with its operands swapped (no gradients, CPU) or padded (gradients, CUDA) where that is faster; same result."""
+    """nn.Linear with its operands swapped (no gradients, CPU) where that is faster; same result."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and torch.is_grad_enabled() and x.dim() == 2:
-            return self.rounded(x)
         if x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_grad_enabled():
             return super().forward(x)
         rows = x.numel() // self.in_features
@@ -33,11 +26,6 @@ class Linear(nn.Linear):
         columns = (torch.cat([flat, flat[-1:]]) if rows in SLOW_ROWS else flat).t()
         out = (self.weight @ columns)[:, :rows].t().contiguous().view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
-
-    def rounded(self, x_TD: Tensor) -> Tensor:
-        """The product of a multiple of ROUND rows, zeros below x, of which x's are returned."""
-        rows = len(x_TD)
-        return super().forward(F.pad(x_TD, (0, 0, 0, -rows % ROUND)))[:rows]
 
 
 def swap(model: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 A position whose target argmax is outside the draft vocabulary gives no loss (a renormalised distribution without its
 top says little), but counts as a miss wherever acceptance is estimated.
+
+This is the specification, through autograd: short, and slow. Training runs drafter/gradients.py, which tests compare with it.
 """
 
 from typing import NamedTuple

@@ -38,7 +38,9 @@ def of_training(c: Contract, keys: int, live: int, steps: int, batches: int, siz
     layers, wide, q, kv = len(c.aux_layers), c.hidden, c.heads * c.head_dim, 2 * c.kv_heads * c.head_dim
     weights = parameters * 16 + matrices * size + (c.vocab + c.draft_vocab) * wide * size + c.vocab * 8
     batch = (keys * layers * wide + live * wide) * size + (3 * keys + 8 * live) * 8
-    norm = layers * wide if c.norms.fc != "none" else 0
+    norm = (
+        layers * wide if c.norms.fc != "none" else 0
+    )  # made for the way forward, and again for the way back
     of_keys = keys * (norm + 3 * wide + 2 * kv) + live * (wide + q)
     fed = wide if c.norms.output else 0
     of_steps = live * (steps * (q + q + 3 * wide + 2 * c.mlp + fed) + wide + (steps - 1) * kv)
