@@ -318,10 +318,9 @@ class Trainer:
 
     def prepared(self, todo: list[list[int]]) -> Iterator[list[Batch]]:
         """The batches of each step, made ahead."""
-        on_gpu = (
-            (lambda batches: (t for b in batches for t in b.tensors())) if self.device == "cuda" else None
-        )
-        return ahead(todo, self._batches, on_gpu)
+        if self.device != "cuda":
+            return ahead(todo, self._batches)
+        return ahead(todo, self._batches, lambda batches: [t for b in batches for t in b.tensors()])
 
     def _batches(self, rows: list[int]) -> list[Batch]:
         return [
