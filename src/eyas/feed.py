@@ -34,7 +34,9 @@ def ahead(
         if event and tensors:
             here = torch.cuda.current_stream()
             here.wait_event(event)
-            for t in tensors(value):  # whose memory the other stream may take again only when this one is done with it
+            for t in tensors(
+                value
+            ):  # whose memory the other stream may take again only when this one is done with it
                 t.record_stream(here)
         return value
 

@@ -60,6 +60,8 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
         write_json(begun, {"axes": parent.examine(start, resolved, data.held_out, data.train), "came": None})
     vocab = draft_vocabulary(resolved, data, start)
     trainer = Trainer(resolved, rundir, resident(data, resolved.device), vocab, start)
+    products = str(trainer.teacher.head_WD.dtype).removeprefix("torch.")
+    say(f"  products in {products}; weights, gradients, optimizer and loss in float32")
     began = time.perf_counter()
     trainer.train()
     gained = _gain(rundir) | read_json(begun) if start else None
@@ -79,6 +81,7 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
             },
             "rows": {"train": len(data.train), "held_out": len(data.held_out)},
             "supervised_tokens": trainer.supervised,
+            "products": products,
             "parameters": sum(p.numel() for p in trainer.drafter.parameters()),
             "rates": {
                 "supervised_tokens_per_s": trainer.trained_now / max(time.perf_counter() - began, 1e-9)
