@@ -143,6 +143,14 @@ def test_bfloat16_is_as_near_to_float32_as_autocast_is(norms, kind, device):
     assert found.away_from(exact) < more * noisy.away_from(exact) + 0.01
 
 
+def test_a_batch_of_more_steps_than_training_asks_for_gives_the_same():
+    case = Case(NORMS[1], 5, steps=6, longest=30)
+    case.steps = 3
+    wanted, found = case.specified(), case.run()
+    assert [f.pairs for f in found.losses] == [w.pairs for w in wanted.losses]
+    assert found.away_from(wanted) < 2e-4
+
+
 def test_rows_of_a_step_beyond_the_batch_are_refused():
     case = Case(NORMS[0], 0, steps=2)
     case.steps = 3

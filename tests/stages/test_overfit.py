@@ -6,11 +6,12 @@ from eyas import target as targets
 from eyas.contract import Norms, for_target
 from eyas.drafter import replay
 from eyas.drafter.batch import pack
-from eyas.drafter.loss import Teacher, ttt_loss
+from eyas.drafter.loss import Teacher
 from eyas.drafter.network import Drafter
 from eyas.engines.hf import HFEngine
 from eyas.stores.states import RowStates
 from eyas.train import schedule
+from eyas.train.updates import TTT, Updates
 
 STEPS = 3
 UPDATES = 400
@@ -33,15 +34,11 @@ def test_eight_conversations_are_learned(target_folder):
     made = Drafter(for_target(t, [0, 1, 2], Norms(False, "chunks", False), t.vocab, STEPS, 64))
     made.reset(0, torch.arange(t.vocab), t.head_VD(), t.final_norm_D())
     teacher = Teacher(t.head_VD(), t.final_norm_D(), t.eps, torch.arange(t.vocab), t.embedding_VD())
-    optimizer = torch.optim.AdamW(made.parameters(), lr=5e-3)
+    updates = Updates(made, teacher, torch.float32, TTT(STEPS, 0.8), 5e-3)
     batch = pack(rows)
     for step in range(UPDATES):
-        loss = ttt_loss(made, teacher, batch, STEPS, 0.8)
-        optimizer.zero_grad()
-        (loss.total / batch.pairs).backward()
-        optimizer.param_groups[0]["lr"] = schedule.learning_rate(step, UPDATES, 5e-3)
-        optimizer.step()
-    accuracy = [h / n for h, n in zip(loss.hits_K.tolist(), loss.pairs, strict=True)]
+        done = updates.apply([batch], schedule.learning_rate(step, UPDATES, 5e-3))
+    accuracy = [h / n for h, n in zip(done.hits_S.tolist(), done.pairs_S, strict=True)]
     walks = [
         replay.walk(a, STEPS) for a in replay.accepted_lengths(made.eval(), teacher.embedding_VD, rows, STEPS)
     ]

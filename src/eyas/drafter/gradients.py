@@ -144,14 +144,14 @@ class Gradients:
         """
         if self.steps > batch.steps:
             raise ValueError(f"{self.steps} draft steps of a batch that was packed for {batch.steps}")
-        steps = len(batch.pairs_S)
+        steps = min(self.steps, len(batch.pairs_S))
         places = self._places(batch, steps)
-        way = _Way(self, batch, places, self._keys(batch, places))
+        way = _Way(self, batch, places, self._keys(batch, places), steps)
         loss_SM = torch.empty(2, steps, len(places.pos_M), device=self.device)
-        kept = way.forward(self._wanted(batch, places, pairs), loss_SM)
+        kept = way.forward(self._wanted(batch, places, pairs, steps), loss_SM)
         way.back(kept)
         loss, hits_S = loss_SM[0].sum(), loss_SM[1].sum(1)
-        return Loss(loss, hits_S, list(batch.pairs_S))
+        return Loss(loss, hits_S, list(batch.pairs_S[:steps]))
 
     # ---- before the first step ----
 
@@ -191,11 +191,11 @@ class Gradients:
             else aux.flatten(1)
         )
 
-    def _wanted(self, batch: Batch, places: Places, pairs: int) -> Wanted:
+    def _wanted(self, batch: Batch, places: Places, pairs: int, steps: int) -> Wanted:
         t = self.teacher
         logits = self.ops.rms(batch.last_MD, t.norm_D, t.eps).to(t.head_WD.dtype) @ t.head_WD.T
         draft_id = t.draft_id_V[batch.top1_M]
-        steps, live = len(batch.pairs_S), len(draft_id)
+        live = len(draft_id)
         k_S1 = torch.arange(steps, device=self.device)[:, None]
         inside = (draft_id >= 0)[places.ahead].unfold(0, live, 1)[:steps]
         counts = (batch.steps_M > k_S1) & inside
@@ -206,10 +206,10 @@ class Gradients:
 class _Way:
     """One batch on its way forward through the draft steps, and back."""
 
-    def __init__(self, g: Gradients, batch: Batch, places: Places, keys: Keys) -> None:
+    def __init__(self, g: Gradients, batch: Batch, places: Places, keys: Keys, steps: int) -> None:
         self.g, self.c, self.ops, self.w, self.d = g, g.c, g.ops, g.w, g.drafter
         self.batch, self.places, self.keys = batch, places, keys
-        self.steps, self.live, self.real = len(batch.pairs_S), len(places.pos_M), batch.pairs
+        self.steps, self.live, self.real = steps, len(places.pos_M), batch.pairs
         c = self.c
         self.q_SMHE = keys.n_KD.new_empty(self.steps, self.live, c.heads, c.head_dim)
         self.own_SMNE = keys.n_KD.new_empty(max(self.steps - 1, 1), self.live, 2 * c.kv_heads, c.head_dim)
