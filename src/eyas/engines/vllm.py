@@ -110,6 +110,7 @@ FAULTS = (
     Sign("Cannot find any model weights", "there are no weights in the folder"),
     Sign("unrecognized arguments", "this version does not know one of the arguments: look at engine.args"),
     Sign("CPU Generator does not use offset", "a request with a seed was read in parts, which this CPU build cannot: send no seed"),
+    Sign("expect weight to be bfloat16", "on a CPU with AMX, latent attention takes bfloat16 only: set target.dtype to bfloat16, or add --attention-backend CPU_MLA to engine.args"),
     Sign("Insufficient space in /dev/shm", "the container's /dev/shm is too small: add --ipc host (or --shm-size 4g) to engine.command"),
     Sign("No space left on device", "the disk or /dev/shm is full"),
 )  # fmt: skip
