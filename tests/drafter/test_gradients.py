@@ -169,3 +169,13 @@ def test_kernels_give_the_same_gradients(norms, monkeypatch):
     for w, f in zip(wanted.losses, found.losses, strict=True):
         assert f.hits_K.tolist() == w.hits_K.tolist()
     assert found.away_from(wanted) < 2e-4
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_gpu_that_only_emulates_bfloat16_multiplies_in_float32(native, dtype, monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or native
+    )
+    assert gradients.product_dtype("cuda", "bfloat16") == dtype
+    assert gradients.product_dtype("cpu", "bfloat16") == torch.bfloat16
+    assert gradients.product_dtype("cpu", "float32") == torch.float32

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from eyas.drafter import memory
+from tests.conftest import contract
 
 ROOT = Path(__file__).parents[2]
 MEASURED = [
@@ -31,9 +32,7 @@ def test_predicted_peaks_are_within_a_tenth_of_measured_ones(name, repeat, monke
         assert 0.9 < found.peak / cell["peak_bytes"] < 1.1, (cell["shape"], cell["cell"], cell["ttt"])
 
 
-def test_more_of_anything_takes_more(monkeypatch):
-    from tests.conftest import contract
-
+def test_more_of_anything_takes_more():
     base = memory.of_training(contract(), 100, 50, 3, 1).peak
     for more in ((200, 50, 3, 1), (100, 100, 3, 1), (100, 50, 5, 1), (100, 50, 3, 2)):
         assert memory.of_training(contract(), *more).peak > base

@@ -52,9 +52,9 @@ def ops_of(device: torch.device) -> ModuleType:
 
 
 def product_dtype(device: str, target_dtype: str) -> torch.dtype:
-    """What training multiplies in: bfloat16 on a GPU that does so natively, elsewhere what the target computes in."""
-    if device == "cuda" and torch.cuda.is_bf16_supported():
-        return torch.bfloat16
+    """What training multiplies in: on a GPU bfloat16 where that is native, else float32; on a CPU what the target computes in."""
+    if device == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     return getattr(torch, target_dtype)
 
 

@@ -57,7 +57,7 @@ LOSSES = {"kl": divergence, "lk": unlikeness}
 def ttt_loss(
     drafter: Drafter, teacher: Teacher, batch: Batch, steps: int, decay: float, kind: str = "kl"
 ) -> Loss:
-    """Training-time test over `steps` draft steps (arXiv 2503.01840 section 3). Nothing here waits for a GPU."""
+    """Training-time test over `steps` draft steps (arXiv 2503.01840 section 3)."""
     draft_id_M = teacher.draft_id_V[batch.top1_M]
     inside_M = (draft_id_M >= 0).float()
     with torch.no_grad():

@@ -37,7 +37,7 @@ def choose_dtype(wanted: str, device: str) -> Decision:
     if wanted != "auto":
         return Decision(wanted, "the recipe says so")
     if device == "cuda":
-        native = torch.cuda.is_bf16_supported()
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
         return Decision("bfloat16" if native else "float32", f"CUDA {'with' if native else 'without'} bf16")
     cpuinfo = Path("/proc/cpuinfo")
     words = set(cpuinfo.read_text(encoding="utf-8").split()) if cpuinfo.is_file() else set()

@@ -164,11 +164,12 @@ def _memory(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:
     from eyas.feed import DEPTH
 
     facts, options = resolved.recipe.target.facts, resolved.recipe.train
-    device = resolved.device if resolved.target.files else "cuda"
+    here = bool(resolved.target.files)
+    device = resolved.device if here else "cuda"
     together = gradients.BATCH_TOKENS[device] if options.micro_tokens == "auto" else options.micro_tokens
     keys = min(together, options.tokens_per_step)
     answered = counts["completion_tokens"] / max(counts["row_tokens"], 1)
-    size = 4 if device == "cpu" and resolved.dtype == "float32" else 2
+    size = gradients.product_dtype(resolved.device, resolved.dtype).itemsize if here else 2
     waiting = math.ceil(options.tokens_per_step / keys) * (2 + DEPTH)  # in hand, in the making, and ahead
     found = memory.of_training(
         warm.contract(resolved, 0), keys, round(keys * answered), options.ttt_steps, waiting, size
