@@ -1,6 +1,6 @@
 """Rates of extract and train, on made-up conversations: what a GPU does when nothing but eyas limits it.
 
-    python benchmarks/rates.py TARGET [--rows 6000] [--ttt 3 5] [--steps 150] [--profile]
+    python benchmarks/rates.py TARGET [--rows 6000] [--ttt 3 5] [--steps 150] [--launched] [--profile]
 
 TARGET needs config.json and a tokenizer; without weights random ones are made (rates do not depend on them). Rows have some 70
 prompt and 160 answer tokens, drawn from a skewed distribution. Writes docs/results/rates.json.
@@ -30,7 +30,7 @@ from eyas.stores import conversations
 from eyas.stores.conversations import Row
 from eyas.train import stage as train
 
-WARM_UP = 20  # steps that are not counted
+WARM_UP = 60  # steps that are not counted: shapes of batches recur after some
 
 
 def main() -> None:
@@ -43,6 +43,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--tokens-per-step", type=int, default=8192)
     parser.add_argument("--draft-vocab", type=int, default=16384)
+    parser.add_argument(
+        "--launched",
+        action="store_true",
+        help="also with every kernel launched by itself, without CUDA graphs",
+    )
     parser.add_argument("--profile", action="store_true")
     a = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -58,9 +63,13 @@ def main() -> None:
         data = train.resident(train.load(resolved, rundir), resolved.device)
         for ttt in a.ttt:
             resolved, _, _ = pipeline.open_run(str(recipe), (f"train.ttt_steps={ttt}",), str(root / "run"))
-            rates[f"train TTT {ttt}, supervised tokens/s"] = steps(
-                resolved, RunDir(root / f"t{ttt}"), data, a
-            )
+            for way in ("launched", "")[not a.launched :]:
+                trainer = train.Trainer(
+                    resolved, RunDir(root / f"t{ttt}{way}"), data, train.draft_vocabulary(resolved, data)
+                )
+                if way:
+                    trainer.updates.gradients.replay = False
+                rates[f"train TTT {ttt}{way and f', {way}'}, supervised tokens/s"] = steps(trainer, a)
     for name, rate in rates.items():
         print(f"{name:<36}{rate:>12,.0f}")
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -114,9 +123,8 @@ def made_up(resolved: Resolved, rundir: RunDir, count: int) -> None:
     rundir.finish("generate", {"content": None})
 
 
-def steps(resolved: Resolved, rundir: RunDir, data: train.Data, a: argparse.Namespace) -> float:
+def steps(trainer: train.Trainer, a: argparse.Namespace) -> float:
     """Supervised tokens a second over --steps optimizer steps, evaluation and checkpoints apart."""
-    trainer = train.Trainer(resolved, rundir, data, train.draft_vocabulary(resolved, data))
     todo = [
         rows for epoch in trainer.plan[: 1 + (WARM_UP + a.steps) // len(trainer.plan[0])] for rows in epoch
     ]
@@ -140,7 +148,7 @@ def steps(resolved: Resolved, rundir: RunDir, data: train.Data, a: argparse.Name
     seconds = time.perf_counter() - began
     if profiler:
         profiler.stop()
-        by = "self_cuda_time_total" if resolved.device == "cuda" else "self_cpu_time_total"
+        by = "self_cuda_time_total" if trainer.device == "cuda" else "self_cpu_time_total"
         print(profiler.key_averages().table(sort_by=by, row_limit=14, max_name_column_width=40))
     return pairs / seconds
 

@@ -35,7 +35,7 @@ from peer_common import SHAPES, Shape
 from eyas import __version__, pipeline
 from eyas.contract import Contract, Norms
 from eyas.drafter.batch import Batch, pack
-from eyas.drafter.gradients import BATCH_TOKENS, ROW_MULTIPLE, product_dtype
+from eyas.drafter.gradients import BATCH_TOKENS, product_dtype, row_multiple
 from eyas.drafter.loss import Teacher, ttt_loss
 from eyas.drafter.memory import of_training
 from eyas.drafter.network import Drafter
@@ -197,7 +197,7 @@ def prepared(
             RowStates(str(i), ids(n), new(n, 3, c.hidden), new(n, c.hidden), ids(n), start)
             for i, (n, start) in enumerate(docs)
         ]
-        steps.append([pack([rows[i] for i in g], DEVICE, ttt, ROW_MULTIPLE[DEVICE]) for g in groups])
+        steps.append([pack([rows[i] for i in g], DEVICE, ttt, row_multiple(DEVICE, dtype)) for g in groups])
     return Updates(made, teacher, dtype, TTT(ttt, 0.8), 1e-4), steps
 
 

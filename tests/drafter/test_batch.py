@@ -54,6 +54,31 @@ def test_two_rows_keep_their_own_positions():
     assert batch.first_B.tolist() == [2, 4]
 
 
+def test_sizes_are_rounded_up_by_a_row_that_lives_at_no_step_and_rows_of_no_length():
+    batch = pack([row(), row(start=5)], multiple=8)
+    assert len(batch.key_pos_K) == 16 and len(batch.query_key_M) == 8 and len(batch.first_B) == 16
+    assert batch.key_bounds_B[:4].tolist() == [0, 5, 10, 16] and batch.query_bounds_B[:4].tolist() == [
+        0,
+        3,
+        4,
+        8,
+    ]
+    assert set(batch.key_bounds_B[3:].tolist()) == {16} and set(batch.query_bounds_B[3:].tolist()) == {8}
+    assert batch.query_key_M.tolist() == [
+        2,
+        3,
+        4,
+        9,
+        12,
+        13,
+        14,
+        15,
+    ]  # the last queries see all keys of their row
+    assert batch.queries == 8 and batch.keys == 8
+    assert batch.steps_M.tolist() == [3, 2, 1, 1, 0, 0, 0, 0]
+    assert batch.pairs == 4 and batch.pairs_S == pack([row(), row(start=5)]).pairs_S
+
+
 def test_a_completion_of_one_token_has_no_pair_and_is_refused():
     assert not usable(row(start=6))
     assert usable(row(start=5))

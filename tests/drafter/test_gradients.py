@@ -1,7 +1,9 @@
 """What training runs against its specification: eyas.drafter.loss through autograd, for random shapes, rows, norms and losses."""
 
 import dataclasses
+import gc
 import random
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -21,6 +23,9 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
 ]
 
+WIDE = {
+    "hidden": 256, "mlp": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "vocab": 2000, "draft_vocab": 1000,
+}  # fmt: skip
 NORMS = [
     Norms(False, "none", False),
     Norms(True, "chunks", False),
@@ -95,14 +100,21 @@ class Case:
         (sum(x.total for x in losses) / self.pairs).backward()
         return Found(losses, {n: p.grad.clone() for n, p in self.made.named_parameters()})
 
-    def run(self, dtype=torch.float32):
-        """By what training runs."""
+    def run(self, dtype=torch.float32, rounds=1, replayed=True):
+        """By what training runs, so many times over."""
         self.made.zero_grad()
         t = self.teacher
         teacher = t._replace(head_WD=t.head_WD.to(dtype), embedding_VD=t.embedding_VD.to(dtype))
         fast = Gradients(self.made, teacher, dtype, self.steps, 0.7, self.kind)
-        losses = [fast.add(b, self.pairs) for b in self.batches]
-        fast.finish()
+        fast.replay &= replayed
+        for _ in range(rounds):
+            fast.refresh()
+            losses = [
+                Loss(x.total.clone(), x.hits_K.clone(), x.pairs)
+                for x in (fast.add(b, self.pairs) for b in self.batches)
+            ]
+            fast.finish()
+        self.replayed = len(fast.graphs.graphs) if fast.replay else 0
         return Found(losses, {n: p.grad.clone() for n, p in self.made.named_parameters()})
 
 
@@ -123,17 +135,8 @@ def test_loss_and_gradients_equal_the_specification(norms, kind, seed):
 @pytest.mark.parametrize("device", DEVICES)
 def test_bfloat16_is_as_near_to_float32_as_autocast_is(norms, kind, device):
     """Noise of bfloat16, and no more: the specification under autocast is the measure."""
-    shape = {
-        "hidden": 256,
-        "mlp": 512,
-        "heads": 8,
-        "kv_heads": 4,
-        "head_dim": 64,
-        "vocab": 2000,
-        "draft_vocab": 1000,
-    }
     case = Case(
-        norms, 7, kind=kind, device=device, multiple=64, longest=300 if device == "cuda" else 60, **shape
+        norms, 7, kind=kind, device=device, multiple=64, longest=300 if device == "cuda" else 60, **WIDE
     )
     exact, noisy = case.specified(), case.specified(autocast=True)
     found = case.run(torch.bfloat16)
@@ -141,6 +144,37 @@ def test_bfloat16_is_as_near_to_float32_as_autocast_is(norms, kind, device):
         torch.testing.assert_close(f.total, e.total.detach() / case.pairs, rtol=2e-2, atol=1e-3)
     more = {"kl": 1.3, "lk": 2.5}[kind]  # LK's gradient jumps where the two distributions cross
     assert found.away_from(exact) < more * noisy.away_from(exact) + 0.01
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("norms", NORMS)
+def test_replayed_work_is_the_same_work(norms):
+    case = Case(norms, 7, device="cuda", multiple=64, longest=300, **WIDE)
+    launched = case.run(torch.bfloat16, replayed=False)
+    assert not case.replayed
+    found = case.run(torch.bfloat16, rounds=4)
+    assert case.replayed == 2
+    for w, f in zip(launched.losses, found.losses, strict=True):
+        torch.testing.assert_close(f.total, w.total, rtol=1e-5, atol=1e-6)
+        assert f.hits_K.tolist() == w.hits_K.tolist()
+    assert found.away_from(launched) < 1e-3  # FlashAttention adds in no fixed order
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_dropped_is_freed_at_once(device):
+    case = Case(NORMS[1], 5, device=device, multiple=64, **WIDE)
+    t = case.teacher
+    teacher = t._replace(head_WD=t.head_WD.bfloat16(), embedding_VD=t.embedding_VD.bfloat16())
+    fast = Gradients(case.made, teacher, torch.bfloat16, case.steps, 0.7)
+    for _ in range(2):
+        fast.add(case.batches[0], case.pairs)
+    gone = weakref.ref(fast)
+    gc.disable()
+    try:
+        del fast
+        assert gone() is None  # not only when Python looks for cycles: a GPU's memory is full before
+    finally:
+        gc.enable()
 
 
 def test_a_batch_of_more_steps_than_training_asks_for_gives_the_same():

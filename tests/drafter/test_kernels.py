@@ -81,13 +81,13 @@ def test_turned(dtype, width, partial):
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 2, 16), (9, 3, 24), (4, 4, 32)])
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_merge_and_its_way_back(dtype, heads, key_heads, width, k):
-    steps, rows, real = 4, 7, 5
+    steps, rows = 4, 7
     q, dout = random(steps, rows, heads, width, dtype=dtype), random(steps, rows, heads, width, dtype=dtype)
     own = random(steps - 1, rows, 2 * key_heads, width, dtype=dtype)
     first, lse, dq = (
-        random(real, heads, width, dtype=dtype),
-        random(heads, real),
-        random(real, heads, width, dtype=dtype),
+        random(rows, heads, width, dtype=dtype),
+        random(heads, rows),
+        random(rows, heads, width, dtype=dtype),
     )
     out, all_lse = kernels.merge(first, lse, q[k], own, k, 0.2)
     wanted, wanted_lse = pieces.merge(first, lse, q[k], own, k, 0.2)
@@ -105,7 +105,7 @@ def test_merge_and_its_way_back(dtype, heads, key_heads, width, k):
         s.copy_(random(*s.shape))
     shares[1].copy_(shares[0])
     found = [
-        ops.own_backward(dout, q, s, max(k, 1), real, 0.2, key_heads)
+        ops.own_backward(dout, q, s, max(k, 1), 0.2, key_heads)
         for ops, s in zip((kernels, pieces), shares, strict=True)
     ]
     close(*found, dtype)

@@ -18,12 +18,14 @@ Example, prompt [a b c], completion [d e f g] (s = 3, e = 7): live t = 2, 3, 4.
 
 K step-0 keys, M live positions, L aux layers, D target width, B rows, Q most live positions of a row, J most keys.
 
-On a GPU both K and M are rounded up with rows that live at no step (`multiple`), so that shapes repeat from batch to batch.
+On a GPU K, M, B, Q and J are rounded up (`multiple`), so that shapes repeat from batch to batch: a row is added that lives at no step,
+and then rows of no length.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +33,12 @@ from torch import Tensor
 from eyas.stores.states import RowRef, RowStates
 
 MAX_STEPS = 16
+ROWS = 16  # B becomes a multiple of this where a row is added
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Flat tensors on one device, and the places in the padded grids that attention uses. Fields of K and M hold `multiple`'s
-    empty rows at their end; the grids and bounds do not."""
+    """Flat tensors on one device, and the places in the padded grids that attention uses."""
 
     key_token_K: Tensor  # x[t+1] of each key
     key_aux_KLD: Tensor  # g[t] of each key
@@ -46,7 +48,7 @@ class Batch:
     truth_M: Tensor  # x[t+2]
     last_MD: Tensor  # y[t+1], before the final norm
     top1_M: Tensor  # the target's argmax after position t+1
-    steps_M: Tensor  # at how many draft steps m lives, without a limit; 0 of an empty row
+    steps_M: Tensor  # at how many draft steps m lives, without a limit; 0 of the added row
     grid_M: Tensor  # place of m in the flattened query grid [B*Q]
     key_grid_K: Tensor  # place of a key in the flattened key grid [B*J]
     first_B: Tensor  # key number (in its row) of a row's first live position: s - 1
@@ -55,7 +57,7 @@ class Batch:
     steps: int  # how many draft steps the batch is for
     queries: int  # Q
     keys: int  # J
-    row_starts: tuple[int, ...]  # first m of each row, and the end
+    row_starts: tuple[int, ...]  # first m of each row that was packed, and the end
     pairs_S: tuple[int, ...]  # [k]: live pairs at draft step k
 
     @property
@@ -64,7 +66,13 @@ class Batch:
         return self.row_starts[-1]
 
     def tensors(self) -> list[Tensor]:
-        return [x for x in vars(self).values() if isinstance(x, Tensor)]
+        return [x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)]
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> "Batch":
+        """The same batch, of these tensors in the order of `tensors`."""
+        names = [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor)]
+        changed: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        return replace(self, **changed)
 
     @cached_property
     def live(self) -> tuple[Tensor, ...]:
@@ -86,7 +94,7 @@ def usable(row: RowStates | RowRef) -> bool:
 def pack(
     rows: Sequence[RowStates], device: torch.device | str = "cpu", steps: int = MAX_STEPS, multiple: int = 1
 ) -> Batch:
-    """Pack usable rows end to end for up to `steps` draft steps, and round K and M up to a multiple. All index arithmetic is
+    """Pack usable rows end to end for up to `steps` draft steps, and round K, M, Q and J up to a multiple. All index arithmetic is
     done on the CPU and moved at once: nothing here waits for a GPU. Raises ValueError for a row that is not usable.
     """
     for row in rows:
@@ -95,22 +103,31 @@ def pack(
     start_B = torch.tensor([r.start for r in rows])
     keys_B = torch.tensor([len(r) for r in rows]) - 2
     lives_B = keys_B + 1 - start_B
+    row_starts = (0, *lives_B.cumsum(0).tolist())
+    pairs_S = tuple(int((lives_B - k).clamp_min(0).sum()) for k in range(min(steps, int(lives_B.max()))))
+    more_K, more_M = _more(int(keys_B.sum()), row_starts[-1], multiple)
+    if more_K:
+        empty = (0,) * (-(len(rows) + 1) % ROWS)
+        keys_B, lives_B = torch.tensor(
+            [[*keys_B.tolist(), more_K, *empty], [*lives_B.tolist(), more_M, *empty]]
+        )
     row_K, place_K = _enumerate(keys_B)
     row_M, place_M = _enumerate(lives_B)
-    key0_B = keys_B.cumsum(0) - keys_B
-    queries, keys = int(lives_B.max()), int(keys_B.max())
-    more_K, more_M = -len(row_K) % multiple, -len(row_M) % multiple
+    key0_B, first_B = keys_B.cumsum(0) - keys_B, keys_B - lives_B
+    queries, keys = (_rounded(int(x.max()), multiple) for x in (lives_B, keys_B))
+    steps_M = lives_B[row_M] - place_M
+    steps_M[row_starts[-1] :] = 0
     flat = {
         "key_token_K": _padded(torch.cat([r.ids_T[1:-1] for r in rows]).long(), more_K),
-        "key_pos_K": _padded(place_K, more_K),
-        "query_key_M": _padded(key0_B[row_M] + start_B[row_M] - 1 + place_M, more_M),
+        "key_pos_K": place_K,
+        "query_key_M": (key0_B + first_B)[row_M] + place_M,
         "token_M": _padded(torch.cat([r.ids_T[r.start : -1] for r in rows]).long(), more_M),
         "truth_M": _padded(torch.cat([r.ids_T[r.start + 1 :] for r in rows]).long(), more_M),
         "top1_M": _padded(torch.cat([r.top1_T[r.start : -1] for r in rows]).long(), more_M),
-        "steps_M": _padded(lives_B[row_M] - place_M, more_M),
+        "steps_M": steps_M,
         "grid_M": row_M * queries + place_M,
         "key_grid_K": row_K * keys + place_K,
-        "first_B": start_B - 1,
+        "first_B": first_B,
     }
     aux, last = [r.aux_TLD[:-2] for r in rows], [r.last_TD[r.start : -1] for r in rows]
     aux.append(aux[0].new_zeros(more_K, *aux[0].shape[1:]))
@@ -126,9 +143,19 @@ def pack(
         steps=steps,
         queries=queries,
         keys=keys,
-        row_starts=tuple([0, *lives_B.cumsum(0).tolist()]),
-        pairs_S=tuple(int((lives_B - k).clamp_min(0).sum()) for k in range(min(steps, queries))),
+        row_starts=row_starts,
+        pairs_S=pairs_S,
     )
+
+
+def _rounded(n: int, multiple: int) -> int:
+    return n + -n % multiple
+
+
+def _more(keys: int, lives: int, multiple: int) -> tuple[int, int]:
+    """Keys and live positions of the added row: a row has at least as many keys as live positions."""
+    more = -lives % multiple
+    return _rounded(keys + more, multiple) - keys, more
 
 
 def _padded(x: Tensor, more: int) -> Tensor:

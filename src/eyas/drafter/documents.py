@@ -3,7 +3,7 @@ variable lengths on a GPU, in padded grids on a CPU. A GPU without bfloat16 has 
 
 The last key of a row is its last live position, so query i of a row with Q queries and J keys sees keys 0 … J - Q + i.
 
-H heads in groups over N key heads, E head width, m live positions, K keys (N of keys, then N of values), B rows.
+H heads in groups over N key heads, E head width, M live positions, K keys (N of keys, then N of values), B rows.
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from eyas.drafter.batch import Batch
 aten = torch.ops.aten
 
 
-def attend(q_mHE: Tensor, kv_KNE: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
-    """The attention's result [m, H, E] and its log-sum-exp [H, m], float32."""
-    key, value = kv_KNE[: len(batch.key_grid_K)].chunk(2, 1)
-    if _varying(q_mHE):
+def attend(q_MHE: Tensor, kv_KNE: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+    """The attention's result [M, H, E] and its log-sum-exp [H, M], float32."""
+    key, value = kv_KNE.chunk(2, 1)
+    if _varying(q_MHE):
         out, lse, *_ = aten._flash_attention_forward(
-            q_mHE, key, value, batch.query_bounds_B, batch.key_bounds_B, batch.queries, batch.keys, 0.0, True, False, scale=scale
+            q_MHE, key, value, batch.query_bounds_B, batch.key_bounds_B, batch.queries, batch.keys, 0.0, True, False, scale=scale
         )  # fmt: skip
         return out, lse
-    grid = _Grid(q_mHE, key, value, batch)
-    if q_mHE.is_cuda:
+    grid = _Grid(q_MHE, key, value, batch)
+    if q_MHE.is_cuda:
         scores = grid.scores(scale)
         lse = scores.logsumexp(-1)
         out = (scores - lse[..., None]).exp() @ grid.value
@@ -38,24 +38,24 @@ def attend(q_mHE: Tensor, kv_KNE: Tensor, batch: Batch, scale: float) -> tuple[T
 
 
 def attend_backward(
-    dout_mHE: Tensor, q_mHE: Tensor, kv_KNE: Tensor, out_mHE: Tensor, lse_Hm: Tensor, batch: Batch, scale: float
+    dout_MHE: Tensor, q_MHE: Tensor, kv_KNE: Tensor, out_MHE: Tensor, lse_HM: Tensor, batch: Batch, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q [m, H, E], keys and values [K, N, E]. With `out` and `lse` of an attention that saw more than these keys, they
+    """Gradients of q [M, H, E], keys and values [K, N, E]. With `out` and `lse` of an attention that saw more than these keys, they
     are these keys' part of its gradients: shares are exp(score - lse)."""
-    key, value = kv_KNE[: len(batch.key_grid_K)].chunk(2, 1)
-    if _varying(q_mHE):
+    key, value = kv_KNE.chunk(2, 1)
+    if _varying(q_MHE):
         none = torch.zeros(
-            2, dtype=torch.uint64, device=q_mHE.device
+            2, dtype=torch.uint64, device=q_MHE.device
         )  # random state, of a dropout that is not used
         return aten._flash_attention_backward(
-            dout_mHE, q_mHE, key, value, out_mHE, lse_Hm, batch.query_bounds_B, batch.key_bounds_B, batch.queries, batch.keys,
+            dout_MHE, q_MHE, key, value, out_MHE, lse_HM, batch.query_bounds_B, batch.key_bounds_B, batch.queries, batch.keys,
             0.0, True, none, none[:0], scale=scale,
         )  # fmt: skip
     grid = _Grid(
-        q_mHE.float(), key.float(), value.float(), batch
+        q_MHE.float(), key.float(), value.float(), batch
     )  # on a CPU faster than bfloat16, for rows of a chat
-    dout, out, lse = (grid.of_queries(x.float()) for x in (dout_mHE, out_mHE, lse_Hm.T[..., None]))
-    if q_mHE.is_cuda:
+    dout, out, lse = (grid.of_queries(x.float()) for x in (dout_MHE, out_MHE, lse_HM.T[..., None]))
+    if q_MHE.is_cuda:
         share = (grid.scores(scale) - lse).exp()
         dscore = share * (dout @ grid.value.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
         dq, dkey, dvalue = (
@@ -70,22 +70,22 @@ def attend_backward(
     return grid.back(dq), grid.keys_back(dkey), grid.keys_back(dvalue)
 
 
-def _varying(q_mHE: Tensor) -> bool:
-    return q_mHE.is_cuda and q_mHE.dtype != torch.float32
+def _varying(q_MHE: Tensor) -> bool:
+    return q_MHE.is_cuda and q_MHE.dtype != torch.float32
 
 
 class _Grid:
     """Queries, keys and values of rows in padded grids [B, H, Q or J, E]; keys and values once for every head of their group."""
 
-    def __init__(self, q_mHE: Tensor, key_KNE: Tensor, value_KNE: Tensor, batch: Batch) -> None:
-        self.batch, self.group = batch, q_mHE.shape[1] // key_KNE.shape[1]
+    def __init__(self, q_MHE: Tensor, key_KNE: Tensor, value_KNE: Tensor, batch: Batch) -> None:
+        self.batch, self.group = batch, q_MHE.shape[1] // key_KNE.shape[1]
         self.query, self.key, self.value = (
-            self.of_queries(q_mHE),
+            self.of_queries(q_MHE),
             self._of_keys(key_KNE),
             self._of_keys(value_KNE),
         )
         seen_BQJ = visible(batch.keys, batch.queries, batch.first_B)[:, 0]
-        self.mask = torch.zeros(seen_BQJ.shape, dtype=q_mHE.dtype, device=q_mHE.device)
+        self.mask = torch.zeros(seen_BQJ.shape, dtype=q_MHE.dtype, device=q_MHE.device)
         self.mask.masked_fill_(~seen_BQJ, float("-inf"))
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -94,9 +94,9 @@ class _Grid:
     def scores(self, scale: float) -> Tensor:
         return self.query @ self.key.transpose(-1, -2) * scale + self.mask
 
-    def of_queries(self, x_mHX: Tensor) -> Tensor:
+    def of_queries(self, x_MHX: Tensor) -> Tensor:
         b, q = len(self.batch.first_B), self.batch.queries
-        out = x_mHX.new_zeros(b * q, *x_mHX.shape[1:]).index_copy_(0, self.batch.grid_M, x_mHX)
+        out = x_MHX.new_zeros(b * q, *x_MHX.shape[1:]).index_copy_(0, self.batch.grid_M, x_MHX)
         return out.unflatten(0, (b, q)).transpose(1, 2)
 
     def _of_keys(self, x_KNE: Tensor) -> Tensor:

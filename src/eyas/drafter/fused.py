@@ -26,7 +26,7 @@ class Matrix:
         self, ops: ModuleType, value_YX: Tensor, grad_YX: Tensor, parts: tuple["Matrix", ...] = ()
     ) -> None:
         self.ops, self.value_YX, self.grad_YX, self.parts = ops, value_YX, grad_YX, parts
-        self.empty = True  # whether no gradient was added yet
+        self.empty = True  # no gradient was added yet: the first one is written over what is there
 
     def __call__(self, x_TX: Tensor, more_TY: Tensor | None = None) -> Tensor:
         """x @ W.T, plus `more`."""
@@ -50,11 +50,6 @@ class Matrix:
         )
         for m in (self, *self.parts):
             m.empty = False
-
-    def clear(self) -> None:
-        """The next gradient that is added is the first."""
-        for m in (self, *self.parts):
-            m.empty = True
 
 
 class Fused:
@@ -88,6 +83,17 @@ class Fused:
             self.fc, self.embedded_q, self.embedded_kv, self.hidden, self.gate_up, self.o, self.down, self.head
         )  # fmt: skip
         self.refresh()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a batch's gradients were added."""
+        return not self.fc.empty
+
+    @begun.setter
+    def begun(self, value: bool) -> None:
+        for m in self.matrices:
+            for each in (m, *m.parts):
+                each.empty = not value
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, device=self.device)
@@ -127,8 +133,7 @@ class Fused:
             fold(to, m.weight)
         norms = d.fc_norms()
         fold(self.fc.value_YX, d.fc.weight, torch.cat([n.weight for n in norms]) if norms else None)
-        for matrix in self.matrices:
-            matrix.clear()
+        self.begun = False
 
     @torch.no_grad()
     def finish(self) -> None:

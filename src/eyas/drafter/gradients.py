@@ -14,7 +14,7 @@ All M live positions are computed at each of the S steps: those past their row's
 nothing that counts, and every shape stays the same. Gradients and sums are float32; products, and what is kept between them, have one
 type, bfloat16 or float32.
 
-K step-0 keys, M live positions, m without the empty ones, S draft steps, D width, I width of the MLP, H heads, N key heads, E head
+K step-0 keys, M live positions, S draft steps, D width, I width of the MLP, H heads, N key heads, E head
 width, L aux layers, W draft vocabulary, C rows of a chunk of logits.
 """
 
@@ -25,16 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.drafter import documents, pieces
+from eyas.drafter import documents, graphs, pieces
 from eyas.drafter.batch import Batch
 from eyas.drafter.fused import Fused
+from eyas.drafter.graphs import Graphs
 from eyas.drafter.loss import Loss, Teacher
 from eyas.drafter.network import Drafter
 from eyas.errors import SurroundingsError
 
 CHUNK_BYTES = 2**29  # of logits at once
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # at once, where the recipe leaves it open
-ROW_MULTIPLE = {"cpu": 1, "cuda": 256}  # of a batch: shapes that repeat spare a GPU the search for kernels
 
 
 def ops_of(device: torch.device) -> ModuleType:
@@ -56,6 +56,11 @@ def product_dtype(device: str, target_dtype: str) -> torch.dtype:
     if device == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     return getattr(torch, target_dtype)
+
+
+def row_multiple(device: str, products: torch.dtype) -> int:
+    """What sizes of a batch are rounded up to: shapes that recur spare a GPU the search for kernels, and can be replayed as graphs."""
+    return 256 if device == "cuda" and products != torch.float32 else 1
 
 
 class Places(NamedTuple):
@@ -93,7 +98,7 @@ class Kept(NamedTuple):
 
     before_MD: Tensor  # what hidden_norm read
     out_MHE: Tensor  # of attention
-    lse_Hm: Tensor
+    lse_HM: Tensor
     middle_MD: Tensor  # after attention
     both_M2I: Tensor  # gate and up
     h_MD: Tensor
@@ -120,6 +125,8 @@ class Gradients:
         self.scale = c.head_dim**-0.5
         self.q_width = c.heads * c.head_dim
         self.table_2PE = torch.empty(2, 0, 0)
+        self.weights = sum(p.numel() for p in drafter.parameters() if p.dim() == 2)
+        self.replay = self.device.type == "cuda" and dtype != torch.float32  # small batches, as CUDA graphs
         self.norms = (drafter.hidden_norm, drafter.post_attention_layernorm, drafter.norm)
         self.sums = [self.ops.norm_sums(c.hidden, self.device) for _ in self.norms]
 
@@ -145,24 +152,36 @@ class Gradients:
         if self.steps > batch.steps:
             raise ValueError(f"{self.steps} draft steps of a batch that was packed for {batch.steps}")
         steps = min(self.steps, len(batch.pairs_S))
-        places = self._places(batch, steps)
-        way = _Way(self, batch, places, self._keys(batch, places), steps)
-        loss_SM = torch.empty(2, steps, len(places.pos_M), device=self.device)
-        kept = way.forward(self._wanted(batch, places, pairs, steps), loss_SM)
-        way.back(kept)
-        loss, hits_S = loss_SM[0].sum(), loss_SM[1].sum(1)
+        self._reach(batch.keys + steps)
+        share = torch.full((), 1 / pairs, device=self.device)
+        if self.replay and graphs.suits(len(batch.query_key_M), self.weights):
+            loss, hits_S = self.graphs(self._of, batch, share, steps, self.w.begun)
+            self.w.begun = True
+        else:
+            loss, hits_S = self._of(batch, share, steps)
         return Loss(loss, hits_S, list(batch.pairs_S[:steps]))
 
+    def _of(self, batch: Batch, share: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """Loss and hits; share: one supervised token's of the optimizer step."""
+        places = self._places(batch, steps)
+        way = _Way(self, batch, places, self._keys(batch, places), steps)
+        figures_2SM = torch.empty(2, steps, len(places.pos_M), device=self.device)
+        way.back(way.forward(self._wanted(batch, places, share, steps), figures_2SM))
+        return figures_2SM[0].sum(), figures_2SM[1].sum(1)
+
     # ---- before the first step ----
+
+    def _reach(self, positions: int) -> None:
+        """Have so many positions' rotations."""
+        if self.table_2PE.shape[1] < positions:
+            cos, sin = self.drafter.rotation(torch.arange(1 << positions.bit_length(), device=self.device))
+            self.table_2PE = torch.stack([cos, sin])[:, :, 0].contiguous()
+            if self.replay:
+                self.graphs = Graphs()  # the old ones read the old table
 
     def _places(self, batch: Batch, steps: int) -> Places:
         live = len(batch.query_key_M)
         ahead = torch.arange(live + steps, device=self.device).clamp_max(live - 1)
-        needed = batch.keys + steps
-        if self.table_2PE.shape[1] < needed:
-            length = 1 << needed.bit_length()
-            cos, sin = self.drafter.rotation(torch.arange(length, device=self.device))
-            self.table_2PE = torch.stack([cos, sin])[:, :, 0].contiguous()
         return Places(ahead, batch.query_key_M[ahead], batch.key_pos_K[batch.query_key_M], self.table_2PE)
 
     def _keys(self, batch: Batch, places: Places) -> Keys:
@@ -191,7 +210,7 @@ class Gradients:
             else aux.flatten(1)
         )
 
-    def _wanted(self, batch: Batch, places: Places, pairs: int, steps: int) -> Wanted:
+    def _wanted(self, batch: Batch, places: Places, share: Tensor, steps: int) -> Wanted:
         t = self.teacher
         logits = self.ops.rms(batch.last_MD, t.norm_D, t.eps).to(t.head_WD.dtype) @ t.head_WD.T
         draft_id = t.draft_id_V[batch.top1_M]
@@ -200,7 +219,7 @@ class Gradients:
         inside = (draft_id >= 0)[places.ahead].unfold(0, live, 1)[:steps]
         counts = (batch.steps_M > k_S1) & inside
         target, certainty = self.ops.distribution(logits)
-        return Wanted(target, certainty, draft_id, counts * (self.decay ** k_S1.float() / pairs))
+        return Wanted(target, certainty, draft_id, counts * (self.decay ** k_S1.float() * share))
 
 
 class _Way:
@@ -209,7 +228,7 @@ class _Way:
     def __init__(self, g: Gradients, batch: Batch, places: Places, keys: Keys, steps: int) -> None:
         self.g, self.c, self.ops, self.w, self.d = g, g.c, g.ops, g.w, g.drafter
         self.batch, self.places, self.keys = batch, places, keys
-        self.steps, self.live, self.real = steps, len(places.pos_M), batch.pairs
+        self.steps, self.live = steps, len(places.pos_M)
         c = self.c
         self.q_SMHE = keys.n_KD.new_empty(self.steps, self.live, c.heads, c.head_dim)
         self.own_SMNE = keys.n_KD.new_empty(max(self.steps - 1, 1), self.live, 2 * c.kv_heads, c.head_dim)
@@ -237,7 +256,7 @@ class _Way:
         else:
             half_q = w.hidden_q(n).unflatten(1, (-1, c.head_dim))
         ops.turned(half_q, keys.half_q_MHE, ahead, places.pos_M, k, places.table_2PE, c.heads, q)
-        first, lse = documents.attend(q[: self.real], keys.kv_KNE, self.batch, self.g.scale)
+        first, lse = documents.attend(q, keys.kv_KNE, self.batch, self.g.scale)
         out, lse = ops.merge(first, lse, q, self.own_SMNE, k, self.g.scale)
         middle = w.o(out.flatten(1), n if c.norms.before_residual else before)
         gate_up = w.gate_up(ops.rms(middle, self.d.post_attention_layernorm.weight, c.eps))
@@ -271,7 +290,7 @@ class _Way:
         self.dhalf_MX = empty(self.live, self.g.q_width + self.dkv_KNE[0].numel()).zero_()  # of all steps
         dbefore: Tensor | None = None
         for k in reversed(range(s)):
-            before, out, lse = kept[-1].before_MD, kept[-1].out_MHE, kept[-1].lse_Hm
+            before, out, lse = kept[-1].before_MD, kept[-1].out_MHE, kept[-1].lse_HM
             dmiddle = self._mlp_back(kept.pop(), dbefore)  # its tensors go before attention takes its memory
             dhalf = self._qkv_back(k, self._attention_back(k, out, lse, dmiddle))
             if not k:
@@ -298,18 +317,18 @@ class _Way:
         w.gate_up.add(step.both_M2I, x)
         return dmiddle
 
-    def _attention_back(self, k: int, out_MHE: Tensor, lse_Hm: Tensor, dmiddle_MD: Tensor) -> Tensor:
+    def _attention_back(self, k: int, out_MHE: Tensor, lse_HM: Tensor, dmiddle_MD: Tensor) -> Tensor:
         """The gradient of q; those of the step-0 keys and values are added up."""
-        ops, w, m, dout, q = self.ops, self.w, self.real, self.dout_SMHE[k], self.q_SMHE[k]
+        ops, w, dout, q = self.ops, self.w, self.dout_SMHE[k], self.q_SMHE[k]
         w.o.add(dmiddle_MD, out_MHE.flatten(1))
         w.o.back(dmiddle_MD, out_TX=dout.flatten(1))
         dq, *dkey_and_value = documents.attend_backward(
-            dout[:m], q[:m], self.keys.kv_KNE, out_MHE[:m], lse_Hm, self.batch, self.g.scale
+            dout, q, self.keys.kv_KNE, out_MHE, lse_HM, self.batch, self.g.scale
         )
         for total, x in zip(self.dkv_KNE.flatten(1).chunk(2, 1), dkey_and_value, strict=True):
             ops.add_rows(total, x.flatten(1))
         return ops.merge_backward(
-            dout, out_MHE, lse_Hm, q, self.own_SMNE, k, self.g.scale, dq, self.shares_S2SMH[k]
+            dout, out_MHE, lse_HM, q, self.own_SMNE, k, self.g.scale, dq, self.shares_S2SMH[k]
         )
 
     def _qkv_back(self, k: int, dq_MHE: Tensor) -> Tensor:
@@ -320,7 +339,7 @@ class _Way:
         ops.turned_backward(dq_MHE, places.pos_M, k, places.table_2PE, c.heads, by_head[:, : c.heads])
         if k:
             own = ops.own_backward(
-                self.dout_SMHE, self.q_SMHE, self.shares_S2SMH, k, self.real, self.g.scale, c.kv_heads
+                self.dout_SMHE, self.q_SMHE, self.shares_S2SMH, k, self.g.scale, c.kv_heads
             )
             ops.turned_backward(own, places.pos_M, k, places.table_2PE, c.kv_heads, by_head[:, c.heads :])
         ops.add_rows(self.dhalf_MX[k:, : dhalf.shape[1]], dhalf[: self.live - k])
@@ -328,18 +347,18 @@ class _Way:
 
     def _keys_back(self, dq_MX: Tensor, dmiddle_MD: Tensor) -> None:
         """Step 0's q of the live positions, k and v of every key, fc, and the embedding's halves of all steps."""
-        c, ops, w, keys, m, q = self.c, self.ops, self.w, self.keys, self.real, self.g.q_width
+        c, ops, w, keys, q = self.c, self.ops, self.w, self.keys, self.g.q_width
         at, dkv_KX = self.batch.query_key_M, keys.kv_KNE.new_empty(keys.kv_KNE.shape).flatten(1)
         by_head = dkv_KX.unflatten(1, (-1, c.head_dim))
         ops.turned_backward(self.dkv_KNE, self.batch.key_pos_K, 0, self.places.table_2PE, c.kv_heads, by_head)
         w.hidden_q.add(dq_MX, keys.n_KD[at])
         w.hidden_kv.add(dkv_KX, keys.n_KD)
         dn_KD = w.hidden_kv.back(dkv_KX)
-        ops.add_rows(dn_KD, w.hidden_q.back(dq_MX)[:m], at)
+        ops.add_rows(dn_KD, w.hidden_q.back(dq_MX), at)
         residual = torch.zeros_like(dn_KD)
-        ops.add_rows(dn_KD if c.norms.before_residual else residual, dmiddle_MD[:m], at)
+        ops.add_rows(dn_KD if c.norms.before_residual else residual, dmiddle_MD, at)
         dh, _ = ops.rms_backward(dn_KD, keys.h_KD, self.d.hidden_norm.weight, c.eps, self.g.sums[0], residual)
         w.fc.add(dh, self.g.unit(self.batch))
         w.embedded_q.add(self.dhalf_MX[:, :q].to(dq_MX.dtype), keys.live_MD)
-        ops.add_rows(dkv_KX, self.dhalf_MX[:m, q:], at)
+        ops.add_rows(dkv_KX, self.dhalf_MX[:, q:], at)
         w.embedded_kv.add(dkv_KX, keys.embedded_KD)

@@ -202,21 +202,21 @@ def _turn(
 
 
 def merge(
-    first_mHE: Tensor, lse_Hm: Tensor, q_MHE: Tensor, own_SMNE: Tensor, k: int, scale: float
+    first_MHE: Tensor, lse_HM: Tensor, q_MHE: Tensor, own_SMNE: Tensor, k: int, scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, lse = torch.empty_like(q_MHE), torch.empty_like(lse_Hm)
+    out, lse = torch.empty_like(q_MHE), torch.empty_like(lse_HM)
     rows, heads, width = q_MHE.shape
     some, key_heads = _heads_at_once(heads, width), own_SMNE.shape[2] // 2
     _merge[(rows, triton.cdiv(heads, some))](
-        first_mHE, lse_Hm, q_MHE, own_SMNE, out, lse, k, scale, rows, len(first_mHE), heads, key_heads, width,
+        first_MHE, lse_HM, q_MHE, own_SMNE, out, lse, k, scale, rows, heads, key_heads, width,
         GROUP=heads // key_heads, HEADS=some, WIDTH=triton.next_power_of_2(width),
     )  # fmt: skip
     return out, lse
 
 
-@triton.jit(do_not_specialize=["k", "rows", "real"])
+@triton.jit(do_not_specialize=["k", "rows"])
 def _merge(
-    first, lse, q, own, out, lse_out, k, scale, rows, real, heads, key_heads, width,
+    first, lse, q, own, out, lse_out, k, scale, rows, heads, key_heads, width,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -224,10 +224,7 @@ def _merge(
     col = tl.arange(0, WIDTH)[None, :]
     there = (head < heads)[:, None] & (col < width)
     at = row * heads * width + head[:, None] * width + col
-    if row >= real:
-        tl.store(out + at, tl.zeros([HEADS, WIDTH], tl.float32), there)
-        return
-    most = tl.load(lse + head.to(tl.int64) * real + row, head < heads, other=0.0)
+    most = tl.load(lse + head.to(tl.int64) * rows + row, head < heads, other=0.0)
     total = tl.zeros([HEADS], tl.float32) + 1
     got = tl.load(first + at, there, other=0.0).to(tl.float32)
     query = tl.load(q + at, there, other=0.0).to(tl.float32)
@@ -243,26 +240,26 @@ def _merge(
         most = higher
         place += rows.to(tl.int64) * 2 * key_heads * width
     tl.store(out + at, got / total[:, None], there)
-    tl.store(lse_out + head.to(tl.int64) * real + row, most + tl.log(total), head < heads)
+    tl.store(lse_out + head.to(tl.int64) * rows + row, most + tl.log(total), head < heads)
 
 
 def merge_backward(
-    dout_MHE: Tensor, out_MHE: Tensor, lse_Hm: Tensor, q_MHE: Tensor, own_SMNE: Tensor, k: int, scale: float,
-    dq_mHE: Tensor, shares_2SMH: Tensor,
+    dout_MHE: Tensor, out_MHE: Tensor, lse_HM: Tensor, q_MHE: Tensor, own_SMNE: Tensor, k: int, scale: float,
+    dq_MHE: Tensor, shares_2SMH: Tensor,
 ) -> Tensor:  # fmt: skip
     dq = torch.empty_like(q_MHE)
     rows, heads, width = q_MHE.shape
     some, key_heads = _heads_at_once(heads, width), own_SMNE.shape[2] // 2
     _merge_backward[(rows, triton.cdiv(heads, some))](
-        dout_MHE, out_MHE, lse_Hm, q_MHE, own_SMNE, dq_mHE, shares_2SMH, dq, k, scale, rows, len(dq_mHE), shares_2SMH.shape[1],
+        dout_MHE, out_MHE, lse_HM, q_MHE, own_SMNE, dq_MHE, shares_2SMH, dq, k, scale, rows, shares_2SMH.shape[1],
         heads, key_heads, width, GROUP=heads // key_heads, HEADS=some, WIDTH=triton.next_power_of_2(width),
     )  # fmt: skip
     return dq
 
 
-@triton.jit(do_not_specialize=["k", "rows", "real", "slots"])
+@triton.jit(do_not_specialize=["k", "rows", "slots"])
 def _merge_backward(
-    dout, out, lse, q, own, dq, shares, dq_out, k, scale, rows, real, slots, heads, key_heads, width,
+    dout, out, lse, q, own, dq, shares, dq_out, k, scale, rows, slots, heads, key_heads, width,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -270,10 +267,7 @@ def _merge_backward(
     col = tl.arange(0, WIDTH)[None, :]
     there = (head < heads)[:, None] & (col < width)
     at = row * heads * width + head[:, None] * width + col
-    if row >= real:
-        tl.store(dq_out + at, tl.zeros([HEADS, WIDTH], tl.float32), there)
-        return
-    all_lse = tl.load(lse + head.to(tl.int64) * real + row, head < heads, other=0.0)
+    all_lse = tl.load(lse + head.to(tl.int64) * rows + row, head < heads, other=0.0)
     query = tl.load(q + at, there, other=0.0).to(tl.float32)
     g = tl.load(dout + at, there, other=0.0).to(tl.float32)
     delta = tl.sum(g * tl.load(out + at, there, other=0.0).to(tl.float32), 1)
@@ -295,21 +289,21 @@ def _merge_backward(
 
 
 def own_backward(
-    dout_SMHE: Tensor, q_SMHE: Tensor, shares_S2SMH: Tensor, j: int, m: int, scale: float, heads: int
+    dout_SMHE: Tensor, q_SMHE: Tensor, shares_S2SMH: Tensor, j: int, scale: float, heads: int
 ) -> Tensor:
     steps, rows, q_heads, width = q_SMHE.shape
     out = q_SMHE.new_empty(rows, 2 * heads, width)
     some = _heads_at_once(heads, width)
     _own_backward[(rows, triton.cdiv(heads, some))](
-        dout_SMHE, q_SMHE, shares_S2SMH, out, j, steps, scale, rows, m, shares_S2SMH.shape[2], q_heads, heads, width,
+        dout_SMHE, q_SMHE, shares_S2SMH, out, j, steps, scale, rows, shares_S2SMH.shape[2], q_heads, heads, width,
         GROUP=q_heads // heads, HEADS=some, WIDTH=triton.next_power_of_2(width),
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["j", "steps", "rows", "real", "slots"])
+@triton.jit(do_not_specialize=["j", "steps", "rows", "slots"])
 def _own_backward(
-    dout, q, shares, out, j, steps, scale, rows, real, slots, q_heads, heads, width,
+    dout, q, shares, out, j, steps, scale, rows, slots, q_heads, heads, width,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -319,16 +313,15 @@ def _own_backward(
     dkey = tl.zeros([HEADS, WIDTH], tl.float32)
     dvalue = tl.zeros([HEADS, WIDTH], tl.float32)
     wide = rows.to(tl.int64)
-    if row < real:
-        for k in range(j, steps):
-            for g in range(GROUP):
-                query_head = head * GROUP + g
-                at = (k * wide + row) * q_heads * width + query_head[:, None] * width + col
-                share_at = shares + ((k * 2 * slots + j - 1) * wide + row) * q_heads + query_head
-                share = tl.load(share_at, head < heads, other=0.0)
-                dscore = tl.load(share_at + slots * wide * q_heads, head < heads, other=0.0)
-                dkey += dscore[:, None] * tl.load(q + at, there, other=0.0).to(tl.float32)
-                dvalue += share[:, None] * tl.load(dout + at, there, other=0.0).to(tl.float32)
+    for k in range(j, steps):
+        for g in range(GROUP):
+            query_head = head * GROUP + g
+            at = (k * wide + row) * q_heads * width + query_head[:, None] * width + col
+            share_at = shares + ((k * 2 * slots + j - 1) * wide + row) * q_heads + query_head
+            share = tl.load(share_at, head < heads, other=0.0)
+            dscore = tl.load(share_at + slots * wide * q_heads, head < heads, other=0.0)
+            dkey += dscore[:, None] * tl.load(q + at, there, other=0.0).to(tl.float32)
+            dvalue += share[:, None] * tl.load(dout + at, there, other=0.0).to(tl.float32)
     to = out + row * 2 * heads * width + head[:, None] * width + col
     tl.store(to, dkey * scale, there)
     tl.store(to + heads * width, dvalue, there)

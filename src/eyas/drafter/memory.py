@@ -12,7 +12,7 @@ import math
 from typing import NamedTuple
 
 from eyas.contract import Contract
-from eyas.drafter import shapes
+from eyas.drafter import graphs, shapes
 from eyas.drafter.gradients import CHUNK_BYTES
 
 
@@ -31,7 +31,7 @@ class Memory(NamedTuple):
 
 def of_training(c: Contract, keys: int, live: int, steps: int, batches: int, size: int = 2) -> Memory:
     """The peak of training with batches of `keys` step-0 keys and `live` positions, so many batches resident at once; size: bytes of
-    one element of the products' type."""
+    one element of the products' type. Batches small enough are replayed as graphs, which keeps a second set of what a batch needs."""
     wanted = {n: s for n, s in shapes.of_contract(c).items() if n not in ("d2t", "t2d")}
     parameters = sum(math.prod(s) for s in wanted.values())
     matrices = sum(math.prod(s) for s in wanted.values() if len(s) == 2)
@@ -51,4 +51,7 @@ def of_training(c: Contract, keys: int, live: int, steps: int, batches: int, siz
     )  # FlashAttention's gradients of keys and values, head by head
     back = live * (steps * q + 3 * wide + 2 * q) * size + (keys * kv + expanded) * size
     back += 4 * (live * (q + kv) + keys * kv + live * q + steps * 2 * max(steps - 1, 1) * live * c.heads)
-    return Memory(weights, batches * batch, (of_keys + of_steps) * size, max(forward, back))
+    kept, working = (of_keys + of_steps) * size, max(forward, back)
+    if size == 2 and graphs.suits(live, matrices):  # replayed in memory of their own
+        kept, working, batches = 2 * kept, 2 * working, batches + graphs.SHAPES
+    return Memory(weights, batches * batch, kept, working)

@@ -157,12 +157,11 @@ def unroll(
     x, residual = drafter.mix(embed(batch.key_token_K), drafter.fuse(batch.key_aux_KLD.to(dtype)))
     key_K, value_K = drafter.key_value(x, drafter.rotation(batch.key_pos_K))
     count = len(batch.first_B)
-    real = len(batch.key_grid_K)
-    key = _spread(key_K[:real], batch.key_grid_K, count, batch.keys)
-    value = _spread(value_K[:real], batch.key_grid_K, count, batch.keys)
+    key = _spread(key_K, batch.key_grid_K, count, batch.keys)
+    value = _spread(value_K, batch.key_grid_K, count, batch.keys)
     mask = visible(batch.keys, batch.queries, batch.first_B)
-    pos_M = batch.key_pos_K[batch.query_key_M[: batch.pairs]]
     at = batch.query_key_M[: batch.pairs]
+    pos_M = batch.key_pos_K[at]
     x, residual = _take(x, at), _take(residual, at)
     turn = drafter.rotation(pos_M)
     own: list[tuple[Tensor, Tensor]] = []

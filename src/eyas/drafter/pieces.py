@@ -97,66 +97,60 @@ def _turn(x_THE: Tensor, table_2TE: Tensor, sign: int) -> Tensor:
 
 
 def merge(
-    first_mHE: Tensor, lse_Hm: Tensor, q_MHE: Tensor, own_SMNE: Tensor, k: int, scale: float
+    first_MHE: Tensor, lse_HM: Tensor, q_MHE: Tensor, own_SMNE: Tensor, k: int, scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over step-0 keys and own keys 1..k together, [M, H, E], and its log-sum-exp [H, m]. own: keys, then values, of step
-    1, 2, … along N. Rows beyond m are empty: zeros."""
-    m = first_mHE.shape[0]
-    lse, out = lse_Hm.T, first_mHE.float()
+    """Attention over step-0 keys and own keys 1..k together, [M, H, E], and its log-sum-exp [H, M]. own: keys, then values, of step
+    1, 2, … along N."""
+    lse, out = lse_HM.T, first_MHE.float()
     if k:
-        scores_HmS, values = _own(q_MHE[:m], own_SMNE[:k, :m], scale)
-        scores = scores_HmS.permute(1, 0, 2)  # m H S
+        scores_HMS, values = _own(q_MHE, own_SMNE[:k], scale)
+        scores = scores_HMS.permute(1, 0, 2)  # M H S
         both = torch.logsumexp(torch.cat([lse[..., None], scores], -1), -1)
         out = out * (lse - both).exp()[..., None]
         out = out + torch.einsum("mhs,smhe->mhe", (scores - both[..., None]).exp(), values)
         lse = both
-    whole = torch.zeros_like(q_MHE)
-    whole[:m] = out.to(q_MHE.dtype)
-    return whole, lse.T.contiguous()
+    return out.to(q_MHE.dtype), lse.T.contiguous()
 
 
-def _own(q_mHE: Tensor, own_SmNE: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Scores [H, m, S], and values [S, m, H, E]."""
-    keys, values = own_SmNE.float().chunk(2, 2)
-    groups = q_mHE.shape[1] // keys.shape[2]
+def _own(q_MHE: Tensor, own_SMNE: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Scores [H, M, S], and values [S, M, H, E]."""
+    keys, values = own_SMNE.float().chunk(2, 2)
+    groups = q_MHE.shape[1] // keys.shape[2]
     keys, values = keys.repeat_interleave(groups, 2), values.repeat_interleave(groups, 2)
-    return torch.einsum("mhe,smhe->hms", q_mHE.float(), keys) * scale, values
+    return torch.einsum("mhe,smhe->hms", q_MHE.float(), keys) * scale, values
 
 
 def merge_backward(
-    dout_MHE: Tensor, out_MHE: Tensor, lse_Hm: Tensor, q_MHE: Tensor, own_SMNE: Tensor, k: int, scale: float,
-    dq_mHE: Tensor, shares_2SMH: Tensor,
+    dout_MHE: Tensor, out_MHE: Tensor, lse_HM: Tensor, q_MHE: Tensor, own_SMNE: Tensor, k: int, scale: float,
+    dq_MHE: Tensor, shares_2SMH: Tensor,
 ) -> Tensor:  # fmt: skip
     """The gradient of q [M, H, E], that through the step-0 keys (dq) included. Leaves the own keys' shares of the attention, and the
     gradients of their scores, in `shares`, for own_backward."""
-    m = dq_mHE.shape[0]
-    whole = torch.zeros_like(q_MHE)
-    dq = dq_mHE.float()
+    dq = dq_MHE.float()
     if k:
-        scores_HmS, values = _own(q_MHE[:m], own_SMNE[:k, :m], scale)
-        share = (scores_HmS - lse_Hm[..., None]).exp().permute(2, 1, 0)  # S m H
-        dout = dout_MHE[:m].float()
-        delta = (dout * out_MHE[:m].float()).sum(-1)
+        scores_HMS, values = _own(q_MHE, own_SMNE[:k], scale)
+        share = (scores_HMS - lse_HM[..., None]).exp().permute(2, 1, 0)  # S M H
+        dout = dout_MHE.float()
+        delta = (dout * out_MHE.float()).sum(-1)
         dscore = share * (torch.einsum("mhe,smhe->smh", dout, values) - delta)
-        shares_2SMH[0, :k, :m], shares_2SMH[1, :k, :m] = share, dscore
+        shares_2SMH[0, :k], shares_2SMH[1, :k] = share, dscore
         groups = q_MHE.shape[1] // (own_SMNE.shape[2] // 2)
-        keys = own_SMNE[:k, :m, : own_SMNE.shape[2] // 2].float().repeat_interleave(groups, 2)
+        keys = own_SMNE[:k, :, : own_SMNE.shape[2] // 2].float().repeat_interleave(groups, 2)
         dq = dq + torch.einsum("smh,smhe->mhe", dscore, keys) * scale
-    whole[:m] = dq.to(q_MHE.dtype)
-    return whole
+    return dq.to(q_MHE.dtype)
 
 
 def own_backward(
-    dout_SMHE: Tensor, q_SMHE: Tensor, shares_S2SMH: Tensor, j: int, m: int, scale: float, heads: int
+    dout_SMHE: Tensor, q_SMHE: Tensor, shares_S2SMH: Tensor, j: int, scale: float, heads: int
 ) -> Tensor:
     """The gradient [M, 2N, E] of the own keys and values of draft step j, from the queries of steps j and later. heads: N."""
-    dout, q = dout_SMHE[j:, :m].float(), q_SMHE[j:, :m].float()
-    share, dscore = shares_S2SMH[j:, 0, j - 1, :m], shares_S2SMH[j:, 1, j - 1, :m]
+    dout, q = dout_SMHE[j:].float(), q_SMHE[j:].float()
+    share, dscore = shares_S2SMH[j:, 0, j - 1], shares_S2SMH[j:, 1, j - 1]
     dkey = torch.einsum("smh,smhe->mhe", dscore, q) * scale
     dvalue = torch.einsum("smh,smhe->mhe", share, dout)
     whole = q_SMHE.new_zeros(q_SMHE.shape[1], 2 * heads, q_SMHE.shape[3])
     for at, x in ((0, dkey), (heads, dvalue)):
-        whole[:m, at : at + heads] = x.unflatten(1, (heads, -1)).sum(2).to(whole.dtype)
+        whole[:, at : at + heads] = x.unflatten(1, (heads, -1)).sum(2).to(whole.dtype)
     return whole
 
 

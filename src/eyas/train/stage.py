@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eyas import interrupt, warm
 from eyas.drafter.batch import Batch, pack, usable
-from eyas.drafter.gradients import BATCH_TOKENS, ROW_MULTIPLE, product_dtype
+from eyas.drafter.gradients import BATCH_TOKENS, product_dtype, row_multiple
 from eyas.drafter.loss import Teacher
 from eyas.drafter.network import Drafter
 from eyas.errors import ContractError
@@ -331,7 +331,7 @@ class Trainer:
                 [self.data.train[i].load() for i in group],
                 self.device,
                 self.options.ttt_steps,
-                ROW_MULTIPLE[self.device],
+                row_multiple(self.device, self.updates.gradients.dtype),
             )
             for group in schedule.micro_batches(rows, self.lengths, self.micro, padded=self.device == "cpu")
         ]
