@@ -23,6 +23,7 @@ from eyas.drafter import disk
 from eyas.engines.hf import HFEngine
 from eyas.rundir import RunDir
 from eyas.train import stage
+from eyas.train.data import load, resident
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "base": (),
@@ -55,8 +56,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512)
     a = parser.parse_args()
     resolved, rundir, _ = pipeline.open_run(str(a.run), (), str(a.run))
-    data = stage.load(resolved, rundir)
-    data = stage.resident(data._replace(train=data.train[: a.rows]), resolved.device)
+    data = load(resolved, rundir)
+    data = resident(data._replace(train=data.train[: a.rows]), resolved.device)
     engine = HFEngine(resolved.target, resolved.dtype, resolved.device, resolved.aux_layers)
     answers = answered(engine, resolved.target.tokenizer(), a.sets, a.tokens, a.batch)
     embedding = resolved.target.embedding_VD().float().to(resolved.device)

@@ -29,6 +29,7 @@ from eyas.rundir import RunDir
 from eyas.stores import conversations
 from eyas.stores.conversations import Row
 from eyas.train import stage as train
+from eyas.train.data import load, resident
 
 WARM_UP = 60  # steps that are not counted: shapes of batches recur after some
 
@@ -60,7 +61,7 @@ def main() -> None:
         made_up(resolved, rundir, a.rows)
         with rundir.lock():
             rates = {"extract, tokens/s": extract.run(resolved, rundir)["rates"]["tokens_per_s"]}
-        data = train.resident(train.load(resolved, rundir), resolved.device)
+        data = resident(load(resolved, rundir), resolved.device)
         for ttt in a.ttt:
             resolved, _, _ = pipeline.open_run(str(recipe), (f"train.ttt_steps={ttt}",), str(root / "run"))
             for way in ("launched", "")[not a.launched :]:

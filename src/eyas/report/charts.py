@@ -54,8 +54,9 @@ def acceptance(by_domain: dict[str, Sequence[float]], overall: Sequence[float]) 
 
 
 def losses(steps: Sequence[dict[str, Any]]) -> str:
-    """Training loss by step, and its mean over a window."""
+    """Training loss by step, and its mean over a window; steps that were skipped are left out."""
     figure, axes = _axes()
+    steps = [s for s in steps if "skipped" not in s]
     x, y = [s["step"] for s in steps], [s["loss"] for s in steps]
     axes.plot(x, y, color=COLOURS[0], linewidth=0.7, alpha=0.45)
     window = max(1, len(y) // 20)

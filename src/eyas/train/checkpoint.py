@@ -44,7 +44,8 @@ def load(path: Path, drafter: Drafter, optimizer: torch.optim.AdamW) -> dict[str
                 parameter.copy_(tensors[f"weight.{name}"])
                 if f"{MOMENTS[0]}.{name}" in tensors:
                     moments = {m: tensors[f"{m}.{name}"].to(parameter.device) for m in MOMENTS}
-                    moments_step = torch.tensor(float(place["step"]), device=parameter.device)
+                    applied = place["step"] - place.get("skips", {}).get("count", 0)
+                    moments_step = torch.tensor(float(applied), device=parameter.device)
                     optimizer.state[parameter] = {"step": moments_step, **moments}
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
         raise ContractError(

@@ -6,6 +6,7 @@ would start with must accept as much as the parent did. Held-out prompts that th
 on them would flatter it.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,8 +26,9 @@ from eyas.engines.reading import Said
 from eyas.errors import ContractError
 from eyas.progress import say
 from eyas.recipe import Resolved
+from eyas.rundir import RunDir
 from eyas.stores.states import RowRef, RowStates
-from eyas.train import evaluation
+from eyas.train import evaluation, records
 
 PROBED = 48  # conversations
 LOST = 0.02  # tau, which rounding does not lose
@@ -205,3 +207,23 @@ def changes(start: Parent, c: Contract, mapped: tuple[int, int] | None) -> list[
         kept, rows = mapped
         out.append(f"head mapped anew, {kept:,} of {rows:,} rows the parent's")
     return out
+
+
+def gained(rundir: RunDir) -> dict[str, Any]:
+    """What training added to the drafter that it started from, on the same held-out answers."""
+    by_epoch = {e["epoch"]: e for e in records.evals(rundir / "train" / "evals.jsonl")}
+    best = json.loads((rundir / "drafter" / "best" / "metrics.json").read_text(encoding="utf-8"))["epoch"]
+    k = by_epoch[0]["select_k"]
+    before, after = by_epoch[0]["tau"][str(k)]["value"], by_epoch[best]["tau"][str(k)]["value"]
+    added = evaluation.gain(by_epoch[0]["walks"], by_epoch[best]["walks"])
+    if best == 0:
+        say(
+            f"  training added nothing: no epoch is above the {before:.3f} (k={k}) that it started from, which is kept"
+        )
+    else:
+        sure = "" if added.low > 0 else "; the interval holds 0, so it may be chance"
+        say(
+            f"  training changed held-out tau at k={k} from {before:.3f} to {after:.3f} (epoch {best}): {added.value:+.3f} "
+            f"[{added.low:+.3f}, {added.high:+.3f}]{sure}"
+        )
+    return {"k": k, "tau": before, "best_epoch": best, "gain": added._asdict()}

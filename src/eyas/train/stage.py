@@ -9,7 +9,6 @@ Reads states/ and conversations/ (split and domain of each row). Writes
 """
 
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -19,39 +18,31 @@ import torch
 from torch import Tensor
 
 from eyas import interrupt, warm
-from eyas.drafter.batch import Batch, pack, usable
+from eyas.drafter.batch import Batch, pack
 from eyas.drafter.gradients import BATCH_TOKENS, product_dtype, row_multiple
 from eyas.drafter.loss import Teacher
+from eyas.drafter.memory import of_training
 from eyas.drafter.network import Drafter
-from eyas.errors import ContractError
-from eyas.feed import Later, ahead
+from eyas.errors import SurroundingsError
+from eyas.feed import DEPTH, Later, ahead
 from eyas.progress import Progress, say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir, file_hash, read_json, write_json
-from eyas.stores import conversations, states
-from eyas.stores.states import RowRef, RowStates
 from eyas.train import checkpoint, evaluation, parent, records, schedule, vocabulary
+from eyas.train.data import Data, load, resident
 from eyas.train.parent import Parent
+from eyas.train.skips import Skips
 from eyas.train.updates import TTT, Updates
 
 EVAL_K = 5  # replay drafts this deep, or as deep as training went
 SAVE_EVERY_S = 60.0
-RESIDENT_SHARE = 0.5  # of the free GPU memory: states that fit into it are moved there once
 UNREAD = 1  # steps whose figures may still be on the GPU while the next is launched
-
-
-class Data(NamedTuple):
-    train: list[RowRef] | list[RowStates]
-    held_out: list[RowRef] | list[RowStates]
-    domains: list[str]  # of each held-out row
-    keys: frozenset[str]  # of the training prompts
-    left_out: list[str]  # held-out prompts that the parent was trained on
 
 
 def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     """Train all epochs; returns the manifest. Resumes from train/state within a minute of a kill.
 
-    Raises ContractError when there is nothing to train on or the loss is not finite.
+    Raises ContractError when there is nothing to train on or too many steps had to be skipped.
     """
     start = parent.read(resolved)
     data = load(resolved, rundir, (start and start.trained_on) or frozenset())
@@ -64,7 +55,7 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     say(f"  products in {products}; weights, gradients, optimizer and loss in float32")
     began = time.perf_counter()
     trainer.train()
-    gained = _gain(rundir) | read_json(begun) if start else None
+    gained = parent.gained(rundir) | read_json(begun) if start else None
     best = json.loads((rundir / "drafter" / "best" / "metrics.json").read_text(encoding="utf-8"))
     return rundir.finish(
         "train",
@@ -81,6 +72,7 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
             },
             "rows": {"train": len(data.train), "held_out": len(data.held_out)},
             "supervised_tokens": trainer.supervised,
+            "skipped_steps": trainer.skips.state["count"],
             "products": products,
             "parameters": sum(p.numel() for p in trainer.drafter.parameters()),
             "rates": {
@@ -88,75 +80,6 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
             },
         },
     )
-
-
-def _gain(rundir: RunDir) -> dict[str, Any]:
-    """What training added to the drafter that it started from, on the same held-out answers."""
-    by_epoch = {e["epoch"]: e for e in records.evals(rundir / "train" / "evals.jsonl")}
-    best = json.loads((rundir / "drafter" / "best" / "metrics.json").read_text(encoding="utf-8"))["epoch"]
-    k = by_epoch[0]["select_k"]
-    before, after = by_epoch[0]["tau"][str(k)]["value"], by_epoch[best]["tau"][str(k)]["value"]
-    added = evaluation.gain(by_epoch[0]["walks"], by_epoch[best]["walks"])
-    if best == 0:
-        say(
-            f"  training added nothing: no epoch is above the {before:.3f} (k={k}) that it started from, which is kept"
-        )
-    else:
-        sure = "" if added.low > 0 else "; the interval holds 0, so it may be chance"
-        say(
-            f"  training changed held-out tau at k={k} from {before:.3f} to {after:.3f} (epoch {best}): {added.value:+.3f} "
-            f"[{added.low:+.3f}, {added.high:+.3f}]{sure}"
-        )
-    return {"k": k, "tau": before, "best_epoch": best, "gain": added._asdict()}
-
-
-def load(resolved: Resolved, rundir: RunDir, known: frozenset[str] = frozenset()) -> Data:
-    """The rows that can be trained on and those held out, without held-out prompts whose keys are known to the parent.
-
-    Raises ContractError where one side is empty.
-    """
-    manifest = rundir.manifest("extract")
-    rows = {r.row_id: r for r in conversations.read(rundir / "conversations")}
-    train, held_out, domains = [], [], []
-    keys, left_out = set(), dict[str, None]()
-    for row in states.refs(rundir / "states", manifest["content"]):
-        said = rows.get(row.row_id)
-        if said is None or said.ids != row.slice("ids").tolist():
-            raise ContractError(
-                f"states row {row.row_id} is not in {rundir / 'conversations'} with these ids. Run extract again."
-            )
-        if not usable(row):
-            continue
-        if said.split == "train":
-            train.append(row)
-            keys.add(said.prompt_key)
-        elif said.prompt_key in known:
-            left_out[said.prompt_id] = None
-        else:
-            held_out.append(row)
-            domains.append(said.domain)
-    if left_out:
-        named = ", ".join(list(left_out)[:5]) + (", …" if len(left_out) > 5 else "")
-        say(f"  {len(left_out)} held-out prompts are left out, since the parent was trained on them: {named}")
-    parent.refuse_nothing_left(list(left_out), len(held_out))
-    if not train or not held_out:
-        raise ContractError(
-            f"{rundir / 'states'}: {len(train)} training and {len(held_out)} held-out rows with an answer of two tokens or "
-            "more; both are needed."
-        )
-    return Data(train, held_out, domains, frozenset(keys), list(left_out))
-
-
-def resident(data: Data, device: str) -> Data:
-    """The rows with their states on the GPU, where they fit; as they are elsewhere."""
-    if device != "cuda":
-        return data
-    size = states.bytes_of([*data.train, *data.held_out])
-    if size > RESIDENT_SHARE * torch.cuda.mem_get_info()[0]:
-        return data
-    say(f"  {size / 1e9:.1f} GB of states fit into the GPU's memory: read once")
-    rows = states.load_all([*data.train, *data.held_out], device)
-    return data._replace(train=rows[: len(data.train)], held_out=rows[len(data.train) :])
 
 
 def draft_vocabulary(resolved: Resolved, data: Data, start: Parent | None = None) -> vocabulary.Vocabulary:
@@ -217,7 +140,7 @@ class Started(NamedTuple):
     rate: float
     pairs: int
     seen: list[int]  # pairs at each draft step
-    figures: Later  # loss, gradient norm, hits at each draft step
+    figures: Later  # loss, gradient norm, usual loss, whether skipped, hits at each draft step
 
 
 class Trainer:
@@ -266,6 +189,32 @@ class Trainer:
         self.total_steps = sum(map(len, self.plan))
         self.trained_now = 0
         self.state_file = rundir / "train" / "state" / "state.safetensors"
+        self.steps_file = rundir / "train" / "steps.jsonl"
+        self.skips = self._skips(None)
+
+    def _skips(self, state: dict[str, int] | None) -> Skips:
+        return Skips(self.steps_file, self.total_steps, min(map(len, self.plan)), state)
+
+    def try_largest(self) -> None:
+        """Compute the gradients of the batch that takes the most memory, and drop them: what does not fit fails now, not hours later.
+
+        Raises SurroundingsError when it does not fit.
+        """
+        groups = [g for epoch in self.plan for rows in epoch for g in self._groups(rows)]
+        largest = max(groups, key=self._peak)
+        try:
+            self.updates.gradients.add(self._pack(largest), 1)
+            self.updates.gradients.refresh()
+        except torch.OutOfMemoryError as e:
+            tokens = sum(self.lengths[i] for i in largest)
+            raise SurroundingsError(
+                f"train: the largest batch, {len(largest)} rows of {tokens:,} tokens, needs some {self._peak(largest) / 1e9:.1f} GB, and the "
+                f"GPU does not have them. Set train.micro_tokens below {tokens} (batches have at most {self.micro:,} now), or free the GPU."
+            ) from e
+
+    def _peak(self, group: list[int]) -> int:
+        keys, live = sum(self.lengths[i] for i in group), sum(self.pairs[i] for i in group)
+        return of_training(self.contract, keys, live, self.options.ttt_steps, DEPTH + 2).peak
 
     def train(self) -> None:
         """All epochs from where train/state stands; nothing to do when it stands at the end."""
@@ -273,13 +222,18 @@ class Trainer:
         if self.state_file.is_file():
             place = checkpoint.load(self.state_file, self.drafter, self.updates.optimizer)
             self.updates.gradients.refresh()
+            self.updates.usual.fill_(place.get("usual", 0.0))
+            self.updates.counted.fill_(place.get("counted", 0))
+            self.skips = self._skips(place.get("skips"))
             say(f"  resuming at step {place['step']} of {self.total_steps}")
         elif self.start:
             place["best"] = self._begin(self.start)
+        if self.device == "cuda":
+            self.try_largest()
         saved = time.monotonic()
         done_before = [sum(map(len, self.plan[:e])) for e in range(len(self.plan))]
         with (
-            records.open_steps(self.rundir / "train" / "steps.jsonl", place["step"]) as log,
+            records.open_steps(self.steps_file, place["step"]) as log,
             records.board(self.rundir, self.loggers) as board,
             Progress("train", self.total_steps, "steps", "supervised tokens", place["step"]) as progress,
         ):
@@ -290,6 +244,9 @@ class Trainer:
                     record = self._record(unread.popleft())
                     log.write(json.dumps(record) + "\n")
                     log.flush()
+                    if "skipped" in record:
+                        progress.add(1, 0, "skipped")
+                        continue
                     for name in ("loss", "accuracy_0", "lr"):
                         board.add_scalar(f"train/{name}", record[name], record["step"])
                     progress.add(1, record["pairs"], f"loss {record['loss']:.3f}")
@@ -302,14 +259,23 @@ class Trainer:
                     settle(UNREAD)
                     if time.monotonic() - saved > SAVE_EVERY_S or interrupt.asked():
                         settle(0)
-                        checkpoint.save(self.state_file, self.drafter, self.updates.optimizer, place)
+                        self._save(place)
                         saved = time.monotonic()
                         interrupt.safe_place()
                 settle(0)
                 tau = self._finish_epoch(epoch, place["best"])
                 board.add_scalar("held_out/tau", tau, epoch + 1)
                 place |= {"epoch": epoch + 1, "best": max(place["best"], tau)}
-                checkpoint.save(self.state_file, self.drafter, self.updates.optimizer, place)
+                self._save(place)
+
+    def _save(self, place: dict[str, Any]) -> None:
+        """The training state, of which no step is unread."""
+        place |= {
+            "usual": self.updates.usual.item(),
+            "counted": int(self.updates.counted),
+            "skips": self.skips.state,
+        }
+        checkpoint.save(self.state_file, self.drafter, self.updates.optimizer, place)
 
     def _begin(self, start: Parent) -> float:
         """Measure what training starts with; raises ContractError where it lost the parent's skill."""
@@ -326,45 +292,40 @@ class Trainer:
         return ahead(todo, self._batches, lambda batches: [t for b in batches for t in b.tensors()])
 
     def _batches(self, rows: list[int]) -> list[Batch]:
-        return [
-            pack(
-                [self.data.train[i].load() for i in group],
-                self.device,
-                self.options.ttt_steps,
-                row_multiple(self.device, self.updates.gradients.dtype),
-            )
-            for group in schedule.micro_batches(rows, self.lengths, self.micro, padded=self.device == "cpu")
-        ]
+        return [self._pack(group) for group in self._groups(rows)]
+
+    def _groups(self, rows: list[int]) -> list[list[int]]:
+        return schedule.micro_batches(rows, self.lengths, self.micro, padded=self.device == "cpu")
+
+    def _pack(self, group: list[int]) -> Batch:
+        loaded = [self.data.train[i].load() for i in group]
+        multiple = row_multiple(self.device, self.updates.gradients.dtype)
+        return pack(loaded, self.device, self.options.ttt_steps, multiple)
 
     def _step(self, rows: list[int], batches: list[Batch], step: int, epoch: int) -> "Started":
         """Launch one optimizer step over rows, accumulated over micro batches; its figures are read later."""
         rate = schedule.learning_rate(step, self.total_steps, self.options.lr)
         done = self.updates.apply(batches, rate)
-        figures = Later(torch.cat([done.loss[None], done.norm[None], done.hits_S]))
+        figures = Later(
+            torch.cat([torch.stack([done.loss, done.norm, done.usual, done.skipped]), done.hits_S])
+        )
         return Started(step + 1, epoch + 1, rows, rate, sum(b.pairs for b in batches), done.pairs_S, figures)
 
     def _record(self, started: "Started") -> dict[str, Any]:
-        """The line of steps.jsonl. Raises ContractError when the loss or its gradient is not finite."""
-        loss, norm, *hits = started.figures.read()[0].tolist()
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            names = ", ".join(self.data.train[i].row_id for i in started.rows[:5])
-            raise ContractError(
-                f"train: step {started.step}: the loss or its gradient is not finite (rows {names}, …). "
-                "The last good state is kept; lower train.lr, or look at these rows."
-            )
+        """The line of steps.jsonl. Raises ContractError when too many steps had to be skipped."""
+        loss, norm, usual, skipped, *hits = started.figures.read()[0].tolist()
+        record = {
+            "step": started.step, "epoch": started.epoch, "loss": loss, "lr": started.rate, "grad_norm": norm,
+            "pairs": started.pairs,
+        }  # fmt: skip
+        if skipped:
+            return self.skips.skipped(record, usual, [self.data.train[i].row_id for i in started.rows])
+        self.skips.passed()
         self.trained_now += started.pairs
         accuracy = {
             f"accuracy_{k}": h / n for k, (h, n) in enumerate(zip(hits, started.seen, strict=True)) if n
         }
-        return {
-            "step": started.step,
-            "epoch": started.epoch,
-            "loss": loss,
-            "lr": started.rate,
-            "grad_norm": norm,
-            "pairs": started.pairs,
-            **accuracy,
-        }
+        return record | accuracy
 
     def _finish_epoch(self, epoch: int, best: float, found: dict[str, Any] | None = None) -> float:
         """Replay the held-out rows as a server would load the weights, write drafter/epoch-N, and best if it is. found: that replay, where

@@ -1,4 +1,7 @@
-"""One optimizer step: gradients of its batches, clipped, AdamW on float32 weights, and the products' copies made anew."""
+"""One optimizer step: gradients of its batches, clipped, AdamW on float32 weights, and the products' copies made anew.
+
+A step whose loss or gradient is not finite, or whose loss is far above the usual one, changes nothing.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,6 +15,9 @@ from eyas.drafter.loss import Teacher
 from eyas.drafter.network import Drafter
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
+SPIKE = 4  # times the usual loss
+STEADY = 50  # steps before there is a usual loss
+MEMORY = 0.98  # of the usual loss, a decayed mean
 
 
 class TTT(NamedTuple):
@@ -29,6 +35,8 @@ class Update(NamedTuple):
     norm: Tensor  # of the gradient, before it was clipped
     hits_S: Tensor  # per draft step: how often the teacher-forced argmax is the target's
     pairs_S: list[int]
+    usual: Tensor  # the loss before this step
+    skipped: Tensor  # 1 when no weight was changed
 
 
 class Updates:
@@ -40,6 +48,9 @@ class Updates:
         self.optimizer = torch.optim.AdamW(
             drafter.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
         )
+
+        device = drafter.fc.weight.device
+        self.usual, self.counted = torch.zeros((), device=device), torch.zeros((), device=device)
 
     def apply(self, batches: Sequence[Batch], rate: float) -> Update:
         """One step over all these batches. Nothing here waits for a GPU."""
@@ -57,10 +68,22 @@ class Updates:
         norm = torch.nn.utils.get_total_norm(
             [p.grad for p in self.drafter.parameters() if p.grad is not None]
         )
+        usual, skipped = self._judge(total, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        # the fused step divides by this (torch/optim/adamw.py, for GradScaler): clipped without a pass of its own
+        # the fused step divides by the one and does nothing where the other is 1 (torch/optim/adamw.py, for GradScaler): clipped without
+        # a pass of its own, skipped without waiting for a GPU
         setattr(self.optimizer, "grad_scale", (norm / CLIP).clamp_min(1))  # noqa: B010
+        setattr(self.optimizer, "found_inf", skipped)  # noqa: B010
         self.optimizer.step()
         self.gradients.refresh()
-        return Update(total, norm, hits_S, seen)
+        return Update(total, norm, hits_S, seen, usual, skipped)
+
+    def _judge(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The usual loss until now, and 1 where the step is to be skipped; then the usual loss moves on."""
+        usual = self.usual
+        good = loss.isfinite() & norm.isfinite() & ((self.counted < STEADY) | (loss <= SPIKE * usual))
+        moved = torch.where(self.counted == 0, loss, MEMORY * usual + (1 - MEMORY) * loss)
+        self.usual = torch.where(good, moved, usual)
+        self.counted = self.counted + good
+        return usual, 1 - good.float()
