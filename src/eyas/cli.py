@@ -79,7 +79,8 @@ def _stage_verb(name: str) -> None:
     def verb(recipe: str, sets: tuple[str, ...], folder: str | None, as_json: bool) -> None:
         from eyas import pipeline
 
-        emit(pipeline.run_one(name, recipe, sets, folder), as_json)
+        if found := pipeline.run_one(name, recipe, sets, folder):
+            emit(found, as_json)
 
 
 for _name in STAGE_HELP:

@@ -270,6 +270,10 @@ def work(stage: Stage, resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     say(f"{stage.name}: {'resuming' if rundir.started(stage.name) and stage.costly else 'starting'}")
     rundir.update_record(stage.name, inputs=inputs, state="running")
     began = time.monotonic()
+    if stage.name == "train":
+        from eyas.train import group
+
+        group.current().begin()
     with surroundings(stage.name):
         manifest = _runner(stage.name)(resolved, rundir)
     seconds = time.monotonic() - began
@@ -323,7 +327,10 @@ def run(
     start = NAMES.index(first) if first else 0
     if start > end:
         raise UsageError(f"--from {first} comes after --until {last}: the stages are {', '.join(NAMES)}")
-    resolved, rundir, values = open_run(word, sets, folder)
+    from eyas.train import group
+
+    with group.joined("run"):  # refuses torchrun
+        resolved, rundir, values = open_run(word, sets, folder)
     with rundir.lock(), interrupt.patient():
         rundir.sweep()
         if first:
@@ -334,7 +341,21 @@ def run(
 
 
 def run_one(name: str, word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, Any]:
-    """One stage by itself; what it needs must be there and fresh."""
+    """One stage by itself; what it needs must be there and fresh. `train` may be one of several processes (train/group.py): the
+    first does all this, the others only train, and return nothing."""
+    from eyas.train import group
+
+    with group.joined(name) as mine:
+        if mine.leads:
+            return _alone(name, word, sets, folder)
+        with interrupt.patient(), surroundings(name):
+            resolved, rundir, _ = open_run(word, sets, folder)
+            if mine.begin():
+                _runner(name)(resolved, rundir)
+        return {}
+
+
+def _alone(name: str, word: str, sets: tuple[str, ...], folder: str | None) -> dict[str, Any]:
     resolved, rundir, values = open_run(word, sets, folder)
     with rundir.lock(), interrupt.patient():
         prepare(resolved, rundir, values)

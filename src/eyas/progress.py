@@ -10,9 +10,19 @@ PIPE_EVERY_S = 10.0
 TERMINAL_EVERY_S = 0.3
 
 
+_silent = False
+
+
+def silence() -> None:
+    """Say nothing from now on: another process speaks for this one."""
+    global _silent
+    _silent = True
+
+
 def say(text: str) -> None:
     """One line to stderr, at once."""
-    print(text, file=sys.stderr, flush=True)
+    if not _silent:
+        print(text, file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:
@@ -83,7 +93,8 @@ class Progress:
             f"  {self.label}: {self.done:,}/{self.total:,} {self.unit}, "
             f"{self.counted / spent:,.4g} {self.rate_unit}/s{note}{left}"
         )
-        print(line.ljust(100) if self.terminal else line, file=sys.stderr, end=end, flush=True)
+        if not _silent:
+            print(line.ljust(100) if self.terminal else line, file=sys.stderr, end=end, flush=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None

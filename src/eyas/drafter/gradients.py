@@ -136,6 +136,12 @@ class Gradients:
         for s in self.sums:
             s.zero_()
 
+    def none(self) -> None:
+        """Of a step without a batch: all gradients are 0."""
+        for p in self.drafter.parameters():
+            assert p.grad is not None
+            p.grad.zero_()
+
     def finish(self) -> None:
         """Complete the parameters' gradients."""
         self.w.finish()

@@ -1,6 +1,6 @@
 """Replayed acceptance of a drafter on held-out conversations: by k, by domain, with intervals."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,17 +8,19 @@ from torch import Tensor
 
 from eyas.drafter import replay
 from eyas.drafter.network import Drafter
-from eyas.stores.states import RowStates
+from eyas.stores.states import RowRef, RowStates
+from eyas.train import group
 
 
 def evaluate(
-    drafter: Drafter, embedding_VD: Tensor, rows: Iterable[RowStates], domains: list[str], max_k: int
+    drafter: Drafter, embedding_VD: Tensor, rows: Sequence[RowStates | RowRef], domains: list[str], max_k: int
 ) -> dict[str, Any]:
-    """Replayed acceptance by k and domain, with 95 % bootstrap intervals over conversations.
+    """Replayed acceptance by k and domain, with 95 % bootstrap intervals over conversations. Several processes share the rows.
 
     `walks` holds steps and accepted drafts of each conversation at select_k, for paired comparisons.
     """
-    accepted = replay.accepted_lengths(drafter, embedding_VD, rows, max_k)
+    mine = (row.load() for row in group.current().deal(rows))
+    accepted = group.current().collect(replay.accepted_lengths(drafter, embedding_VD, mine, max_k))
     taus, ps, by_domain = {}, {}, {}
     for k in range(1, max_k + 1):
         walks = [replay.walk(a, k) for a in accepted]

@@ -1,6 +1,7 @@
 """What training leaves beside its state: drafter folders, steps.jsonl, evals.jsonl, event files."""
 
 import json
+import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,8 +30,10 @@ def replace_folder(
         ) from e
 
 
-def open_steps(path: Path, step: int) -> Any:
-    """steps.jsonl for appending, without the lines after `step` that a killed run left."""
+def open_steps(path: Path, step: int, leads: bool = True) -> Any:
+    """steps.jsonl for appending, without the lines after `step` that a killed run left; of several processes, the first writes."""
+    if not leads:
+        return open(os.devnull, "w", encoding="utf-8")
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = []
     if path.is_file():

@@ -24,6 +24,17 @@ def epoch_steps(lengths: Sequence[int], tokens_per_step: int, seed: int, epoch: 
     return steps
 
 
+def shares(rows: Sequence[int], lengths: Sequence[int], processes: int) -> list[list[int]]:
+    """A step's rows dealt out so that each process has about as many tokens; one may have none."""
+    dealt: list[list[int]] = [[] for _ in range(processes)]
+    tokens = [0] * processes
+    for i in sorted(rows, key=lambda r: -lengths[r]) if processes > 1 else rows:
+        least = tokens.index(min(tokens))
+        dealt[least].append(i)
+        tokens[least] += lengths[i]
+    return dealt
+
+
 def micro_batches(
     rows: Sequence[int], lengths: Sequence[int], micro_tokens: int, padded: bool = True
 ) -> list[list[int]]:

@@ -27,8 +27,8 @@ from eyas.errors import SurroundingsError
 from eyas.feed import DEPTH, Later, ahead
 from eyas.progress import Progress, say
 from eyas.recipe import Resolved
-from eyas.rundir import RunDir, file_hash, read_json, write_json
-from eyas.train import checkpoint, evaluation, parent, records, schedule, vocabulary
+from eyas.rundir import RunDir, file_hash, fingerprint, read_json, write_json
+from eyas.train import checkpoint, evaluation, group, parent, records, schedule, vocabulary
 from eyas.train.data import Data, load, resident
 from eyas.train.parent import Parent
 from eyas.train.skips import Skips
@@ -47,7 +47,8 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     start = parent.read(resolved)
     data = load(resolved, rundir, (start and start.trained_on) or frozenset())
     begun = rundir / "train" / "parent.json"
-    if start and not begun.is_file():
+    leads = group.current().leads
+    if start and leads and not begun.is_file():
         write_json(begun, {"axes": parent.examine(start, resolved, data.held_out, data.train), "came": None})
     vocab = draft_vocabulary(resolved, data, start)
     trainer = Trainer(resolved, rundir, resident(data, resolved.device), vocab, start)
@@ -55,6 +56,8 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     say(f"  products in {products}; weights, gradients, optimizer and loss in float32")
     began = time.perf_counter()
     trainer.train()
+    if not leads:
+        return {}
     gained = parent.gained(rundir) | read_json(begun) if start else None
     best = json.loads((rundir / "drafter" / "best" / "metrics.json").read_text(encoding="utf-8"))
     return rundir.finish(
@@ -140,7 +143,9 @@ class Started(NamedTuple):
     rate: float
     pairs: int
     seen: list[int]  # pairs at each draft step
-    figures: Later  # loss, gradient norm, usual loss, whether skipped, hits at each draft step
+    figures: (
+        Later  # loss, gradient norm, usual loss, whether skipped, whether to stop, hits at each draft step
+    )
 
 
 class Trainer:
@@ -155,6 +160,7 @@ class Trainer:
         start: Parent | None = None,
     ) -> None:
         self.options, self.rundir, self.data = resolved.recipe.train, rundir, data
+        self.group = group.current()
         self.device, self.loggers = resolved.device, tuple(resolved.recipe.report.loggers)
         longest = max(len(r) for r in data.train)
         self.teacher = make_teacher(resolved, vocab.kept_W)
@@ -187,7 +193,7 @@ class Trainer:
             for e in range(self.options.epochs)
         ]
         self.total_steps = sum(map(len, self.plan))
-        self.trained_now = 0
+        self.trained_now, self.stop = 0, False
         self.state_file = rundir / "train" / "state" / "state.safetensors"
         self.steps_file = rundir / "train" / "steps.jsonl"
         self.skips = self._skips(None)
@@ -226,15 +232,20 @@ class Trainer:
             self.updates.counted.fill_(place.get("counted", 0))
             self.skips = self._skips(place.get("skips"))
             say(f"  resuming at step {place['step']} of {self.total_steps}")
-        elif self.start:
+            if (before := place.get("processes", 1)) != self.group.world:
+                say(
+                    f"  {before} trained before, now {self.group.world}: the same steps, summed in another order"
+                )
+        self._agree(place)
+        if self.start and not self.state_file.is_file():
             place["best"] = self._begin(self.start)
         if self.device == "cuda":
             self.try_largest()
         saved = time.monotonic()
         done_before = [sum(map(len, self.plan[:e])) for e in range(len(self.plan))]
         with (
-            records.open_steps(self.steps_file, place["step"]) as log,
-            records.board(self.rundir, self.loggers) as board,
+            records.open_steps(self.steps_file, place["step"], self.group.leads) as log,
+            records.board(self.rundir, self.loggers if self.group.leads else ()) as board,
             Progress("train", self.total_steps, "steps", "supervised tokens", place["step"]) as progress,
         ):
             unread: deque[Started] = deque()
@@ -257,20 +268,40 @@ class Trainer:
                     unread.append(self._step(rows, batches, place["step"], epoch))
                     place["step"] += 1
                     settle(UNREAD)
-                    if time.monotonic() - saved > SAVE_EVERY_S or interrupt.asked():
+                    if time.monotonic() - saved > SAVE_EVERY_S or self._stopping():
                         settle(0)
                         self._save(place)
                         saved = time.monotonic()
-                        interrupt.safe_place()
+                        if self._stopping():
+                            raise KeyboardInterrupt
                 settle(0)
                 tau = self._finish_epoch(epoch, place["best"])
                 board.add_scalar("held_out/tau", tau, epoch + 1)
                 place |= {"epoch": epoch + 1, "best": max(place["best"], tau)}
                 self._save(place)
 
+    def _stopping(self) -> bool:
+        """Whether to stop after this step; several processes stop after the same one, the first whose figures say that any wants to."""
+        return self.stop if self.group.world > 1 else interrupt.asked()
+
+    def _agree(self, place: dict[str, Any]) -> None:
+        """Raises ContractError where processes would not train the same."""
+        if self.group.world == 1:
+            return
+        say(f"  {self.group.world} processes, each with a part of every step")
+        rows = fingerprint([r.row_id for r in self.data.train] + [r.row_id for r in self.data.held_out])
+        weights = sum(float(p.detach().double().abs().sum()) for p in self.drafter.parameters())
+        options = fingerprint(self.options.model_dump(mode="json"))
+        self.group.agree(
+            {"steps": place["step"], "rows": rows, "weights": weights, "training options": options}
+        )
+
     def _save(self, place: dict[str, Any]) -> None:
         """The training state, of which no step is unread."""
+        if not self.group.leads:
+            return
         place |= {
+            "processes": self.group.world,
             "usual": self.updates.usual.item(),
             "counted": int(self.updates.counted),
             "skips": self.skips.state,
@@ -282,7 +313,8 @@ class Trainer:
         metrics = self._evaluate()
         came = parent.compare(start, self.resolved, self.data.held_out, metrics, self.changed)
         path = self.rundir / "train" / "parent.json"
-        write_json(path, read_json(path) | {"came": came})
+        if self.group.leads:
+            write_json(path, read_json(path) | {"came": came})
         return self._finish_epoch(-1, 0.0, metrics)
 
     def prepared(self, todo: list[list[int]]) -> Iterator[list[Batch]]:
@@ -292,10 +324,11 @@ class Trainer:
         return ahead(todo, self._batches, lambda batches: [t for b in batches for t in b.tensors()])
 
     def _batches(self, rows: list[int]) -> list[Batch]:
-        return [self._pack(group) for group in self._groups(rows)]
+        return [self._pack(g) for g in self._groups(rows)]
 
     def _groups(self, rows: list[int]) -> list[list[int]]:
-        return schedule.micro_batches(rows, self.lengths, self.micro, padded=self.device == "cpu")
+        mine = schedule.shares(rows, self.lengths, self.group.world)[self.group.rank]
+        return schedule.micro_batches(mine, self.lengths, self.micro, padded=self.device == "cpu")
 
     def _pack(self, group: list[int]) -> Batch:
         loaded = [self.data.train[i].load() for i in group]
@@ -305,15 +338,18 @@ class Trainer:
     def _step(self, rows: list[int], batches: list[Batch], step: int, epoch: int) -> "Started":
         """Launch one optimizer step over rows, accumulated over micro batches; its figures are read later."""
         rate = schedule.learning_rate(step, self.total_steps, self.options.lr)
-        done = self.updates.apply(batches, rate)
-        figures = Later(
-            torch.cat([torch.stack([done.loss, done.norm, done.usual, done.skipped]), done.hits_S])
+        pairs = [self.pairs[i] for i in rows]
+        done = self.updates.apply(batches, rate, sum(pairs), interrupt.asked())
+        figures = torch.stack([done.loss, done.norm, done.usual, done.skipped, done.stop])
+        seen = [sum(max(0, n - k) for n in pairs) for k in range(self.options.ttt_steps)]
+        return Started(
+            step + 1, epoch + 1, rows, rate, sum(pairs), seen, Later(torch.cat([figures, done.hits_S]))
         )
-        return Started(step + 1, epoch + 1, rows, rate, sum(b.pairs for b in batches), done.pairs_S, figures)
 
     def _record(self, started: "Started") -> dict[str, Any]:
         """The line of steps.jsonl. Raises ContractError when too many steps had to be skipped."""
-        loss, norm, usual, skipped, *hits = started.figures.read()[0].tolist()
+        loss, norm, usual, skipped, stop, *hits = started.figures.read()[0].tolist()
+        self.stop |= bool(stop)
         record = {
             "step": started.step, "epoch": started.epoch, "loss": loss, "lr": started.rate, "grad_norm": norm,
             "pairs": started.pairs,
@@ -332,12 +368,8 @@ class Trainer:
         it was done already."""
         metrics = {"epoch": epoch + 1, **(found or self._evaluate())}
         tau = metrics["tau"][str(metrics["select_k"])]["value"]
-        folder = self.rundir / "drafter"
-        records.append_eval(self.rundir / "train" / "evals.jsonl", metrics)
-        kept = {name: value for name, value in metrics.items() if name != "walks"}
-        records.replace_folder(folder / f"epoch-{epoch + 1}", self.drafter, kept, self.trained_on)
-        if tau > best or not (folder / "best").is_dir():
-            records.replace_folder(folder / "best", self.drafter, kept, self.trained_on)
+        if self.group.leads:
+            self._write_epoch(epoch, metrics, tau > best)
         shown = metrics["tau"][str(metrics["select_k"])]
         p = " ".join(f"{x:.2f}" for x in metrics["p"][str(metrics["max_k"])])
         say(
@@ -346,6 +378,14 @@ class Trainer:
         )
         return tau
 
+    def _write_epoch(self, epoch: int, metrics: dict[str, Any], best: bool) -> None:
+        folder = self.rundir / "drafter"
+        records.append_eval(self.rundir / "train" / "evals.jsonl", metrics)
+        kept = {name: value for name, value in metrics.items() if name != "walks"}
+        records.replace_folder(folder / f"epoch-{epoch + 1}", self.drafter, kept, self.trained_on)
+        if best or not (folder / "best").is_dir():
+            records.replace_folder(folder / "best", self.drafter, kept, self.trained_on)
+
     def _evaluate(self) -> dict[str, Any]:
         rounded = Drafter(self.contract)
         rounded.load_state_dict(self.drafter.state_dict())
@@ -353,7 +393,7 @@ class Trainer:
         return evaluation.evaluate(
             rounded,
             self.teacher.embedding_VD,
-            (row.load() for row in self.data.held_out),
+            self.data.held_out,
             self.data.domains,
             max(EVAL_K, self.options.ttt_steps),
         )

@@ -13,6 +13,7 @@ from eyas.drafter.batch import Batch
 from eyas.drafter.gradients import Gradients
 from eyas.drafter.loss import Teacher
 from eyas.drafter.network import Drafter
+from eyas.train import group
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 SPIKE = 4  # times the usual loss
@@ -37,13 +38,14 @@ class Update(NamedTuple):
     pairs_S: list[int]
     usual: Tensor  # the loss before this step
     skipped: Tensor  # 1 when no weight was changed
+    stop: Tensor  # how many processes want to stop
 
 
 class Updates:
     """A drafter, its optimizer, and how both move."""
 
     def __init__(self, drafter: Drafter, teacher: Teacher, dtype: torch.dtype, ttt: TTT, lr: float) -> None:
-        self.drafter, self.ttt = drafter, ttt
+        self.drafter, self.ttt, self.group = drafter, ttt, group.current()
         self.gradients = Gradients(drafter, teacher, dtype, ttt.steps, ttt.decay, ttt.kind)
         self.optimizer = torch.optim.AdamW(
             drafter.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
@@ -52,9 +54,12 @@ class Updates:
         device = drafter.fc.weight.device
         self.usual, self.counted = torch.zeros((), device=device), torch.zeros((), device=device)
 
-    def apply(self, batches: Sequence[Batch], rate: float) -> Update:
-        """One step over all these batches. Nothing here waits for a GPU."""
-        pairs = sum(b.pairs for b in batches)
+    def apply(
+        self, batches: Sequence[Batch], rate: float, pairs: int | None = None, stop: bool = False
+    ) -> Update:
+        """One step over all these batches, and those of the other processes: `pairs` is then what all have. Nothing here waits for a
+        GPU."""
+        pairs = pairs or sum(b.pairs for b in batches)
         device = self.drafter.fc.weight.device
         total, hits_S = torch.zeros((), device=device), torch.zeros(self.ttt.steps, device=device)
         seen = [0] * self.ttt.steps
@@ -64,20 +69,26 @@ class Updates:
             hits_S[: len(loss.pairs)] += loss.hits_K
             for k, n in enumerate(loss.pairs):
                 seen[k] += n
+        if not batches:
+            self.gradients.none()
         self.gradients.finish()
+        wants = torch.full_like(total, stop)
+        self.group.sum(
+            [*(p.grad for p in self.drafter.parameters() if p.grad is not None), total, hits_S, wants]
+        )
         norm = torch.nn.utils.get_total_norm(
             [p.grad for p in self.drafter.parameters() if p.grad is not None]
         )
         usual, skipped = self._judge(total, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for each in self.optimizer.param_groups:
+            each["lr"] = rate
         # the fused step divides by the one and does nothing where the other is 1 (torch/optim/adamw.py, for GradScaler): clipped without
         # a pass of its own, skipped without waiting for a GPU
         setattr(self.optimizer, "grad_scale", (norm / CLIP).clamp_min(1))  # noqa: B010
         setattr(self.optimizer, "found_inf", skipped)  # noqa: B010
         self.optimizer.step()
         self.gradients.refresh()
-        return Update(total, norm, hits_S, seen, usual, skipped)
+        return Update(total, norm, hits_S, seen, usual, skipped, wants)
 
     def _judge(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The usual loss until now, and 1 where the step is to be skipped; then the usual loss moves on."""
