@@ -22,7 +22,7 @@ from eyas import __version__, pipeline
 from eyas.drafter import disk
 from eyas.engines.hf import HFEngine
 from eyas.rundir import RunDir
-from eyas.train import stage
+from eyas.train import stage, vocabulary
 from eyas.train.data import load, resident
 
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -69,7 +69,7 @@ def main() -> None:
         mine = data._replace(train=data.train[: a.rows // 2]) if name == "half of the rows" else data
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
-            vocab = stage.draft_vocabulary(changed, mine)
+            vocab = vocabulary.draft(changed, mine)
             trainer = stage.Trainer(changed, RunDir(Path(folder)), mine, vocab)
             trainer.train()
             seconds = time.perf_counter() - began

@@ -29,6 +29,7 @@ from eyas.rundir import RunDir
 from eyas.stores import conversations
 from eyas.stores.conversations import Row
 from eyas.train import stage as train
+from eyas.train import vocabulary
 from eyas.train.data import load, resident
 
 WARM_UP = 60  # steps that are not counted: shapes of batches recur after some
@@ -66,7 +67,7 @@ def main() -> None:
             resolved, _, _ = pipeline.open_run(str(recipe), (f"train.ttt_steps={ttt}",), str(root / "run"))
             for way in ("launched", "")[not a.launched :]:
                 trainer = train.Trainer(
-                    resolved, RunDir(root / f"t{ttt}{way}"), data, train.draft_vocabulary(resolved, data)
+                    resolved, RunDir(root / f"t{ttt}{way}"), data, vocabulary.draft(resolved, data)
                 )
                 if way:
                     trainer.updates.gradients.replay = False

@@ -74,7 +74,7 @@ def test_a_truncated_or_missing_shard_is_refused(tmp_path):
     with pytest.raises(ContractError, match="not a readable states shard"):
         states.refs(tmp_path, [torn])
     with pytest.raises(ContractError, match="checksum"):
-        states.refs(tmp_path, [{"file": "s.safetensors", "sha256": "0"}])
+        states.verified(tmp_path, [{"file": "s.safetensors", "sha256": "0"}])
     with pytest.raises(ContractError, match="is missing"):
         states.refs(tmp_path, [{"file": "t.safetensors", "sha256": "0"}])
 

@@ -11,7 +11,7 @@ from eyas import pipeline
 from eyas.drafter.batch import pack
 from eyas.drafter.gradients import Gradients
 from eyas.errors import ContractError, SurroundingsError
-from eyas.train import checkpoint, stage
+from eyas.train import checkpoint, stage, vocabulary
 from eyas.train.data import load
 from eyas.train.skips import IN_A_ROW, Skips
 from eyas.train.updates import SPIKE, STEADY, TTT, Updates
@@ -134,7 +134,7 @@ def test_a_run_passes_over_a_step_and_says_so(recipe_file, finished, tmp_path, m
 def trainer(finished):
     resolved, rundir, _ = pipeline.open_run(str(finished[0]), (), str(finished[1]))
     data = load(resolved, rundir)
-    return stage.Trainer(resolved, rundir, data, stage.draft_vocabulary(resolved, data))
+    return stage.Trainer(resolved, rundir, data, vocabulary.draft(resolved, data))
 
 
 def test_the_largest_batch_is_tried_and_leaves_no_trace(trainer, monkeypatch):

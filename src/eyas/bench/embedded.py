@@ -112,7 +112,7 @@ class Bench:
         if self.options.temperature > 0:
             return {}
         wanted = {r.row_id for r in self.rows}
-        stored = states.refs(rundir / "states", rundir.manifest("extract")["content"])
+        stored = states.verified(rundir / "states", rundir.manifest("extract")["content"])
         cut = [_cut(r.load(), self.options.max_tokens) for r in stored if r.row_id in wanted]
         accepted = replay.accepted_lengths(self.drafter, self.embedding_VD, cut, max(self.options.k))
         return {k: replay.tau([replay.walk(a, k) for a in accepted]) for k in self.options.k}

@@ -221,7 +221,9 @@ def of_states(folder: Path, target: Target | None) -> Iterator[Finding]:
     listed = about.get("content")
     try:
         refs = (
-            states.refs(folder, listed) if listed else [r for p in _shards(folder) for r in states.rows_of(p)]
+            states.verified(folder, listed)
+            if listed
+            else [r for p in _shards(folder) for r in states.rows_of(p)]
         )
     except ContractError as e:
         yield error("states-files", str(e), EXTRACT)

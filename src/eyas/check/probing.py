@@ -104,7 +104,7 @@ def _stored(folder: Path, target: Target) -> tuple[Rows, str]:
         folder, {str(inputs["target"])} if isinstance(inputs, dict) and "target" in inputs else set(), target
     )
     held = _held_out(folder.parent / "conversations")
-    refs = list(states.refs(folder, about["content"]))
+    refs = list(states.verified(folder, about["content"]))
     chosen = [r for r in refs if r.row_id in held] or refs
     step = max(1, len(chosen) // CONVERSATIONS)
     rows = [r.load() for r in chosen[::step][:CONVERSATIONS]]

@@ -17,7 +17,6 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -152,25 +151,32 @@ def _open(path: Path, mtime_ns: int, size: int) -> Any:
     return safe_open(path, framework="pt")
 
 
-def refs(folder: Path, shards: list[dict[str, Any]]) -> list[RowRef]:
-    """All rows of the shards that a manifest names, checksums verified, states not read.
+def refs(folder: Path, shards: Sequence[dict[str, Any]]) -> list[RowRef]:
+    """All rows of the shards that a manifest names, neither states nor checksums read (stores/checksums.py).
 
-    Raises ContractError when a shard is missing or is not the one that was written.
+    Raises ContractError when a shard is missing or no shard of ours.
     """
+    return [row for path in _there(folder, shards) for row in rows_of(path)]
+
+
+def _there(folder: Path, shards: Sequence[dict[str, Any]]) -> list[Path]:
     paths = [folder / shard["file"] for shard in shards]
     for path in paths:
         if not path.is_file():
             raise ContractError(f"{path} is missing, though {folder}/manifest.json names it. {AGAIN}")
-    with ThreadPoolExecutor(HASHERS) as pool:
-        for path, shard, found in zip(paths, shards, pool.map(_hash, paths), strict=True):
-            if found != shard["sha256"]:
-                raise ContractError(
-                    f"{path}: checksum {found[:12]}… where the manifest has {shard['sha256'][:12]}…. {AGAIN}"
-                )
-    return [row for path in paths for row in rows_of(path)]
+    return paths
 
 
-def _hash(path: Path) -> str:
+def verified(folder: Path, shards: Sequence[dict[str, Any]]) -> list[RowRef]:
+    """The same, once every checksum is the manifest's."""
+    from eyas.stores.checksums import Checksums
+
+    _there(folder, shards)
+    Checksums(folder, shards, None).wait()
+    return refs(folder, shards)
+
+
+def hashed(path: Path) -> str:
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 

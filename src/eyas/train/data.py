@@ -6,12 +6,13 @@ import torch
 
 from eyas.drafter.batch import usable
 from eyas.errors import ContractError
-from eyas.progress import say
+from eyas.progress import say, size
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir
 from eyas.stores import conversations, states
+from eyas.stores.checksums import Checksums
 from eyas.stores.states import RowRef, RowStates
-from eyas.train import parent
+from eyas.train import group, parent
 
 RESIDENT_SHARE = 0.5  # of the free GPU memory: states that fit into it are moved there once
 
@@ -22,18 +23,24 @@ class Data(NamedTuple):
     domains: list[str]  # of each held-out row
     keys: frozenset[str]  # of the training prompts
     left_out: list[str]  # held-out prompts that the parent was trained on
+    checksums: Checksums  # of the states, some perhaps not read yet
 
 
 def load(resolved: Resolved, rundir: RunDir, known: frozenset[str] = frozenset()) -> Data:
     """The rows that can be trained on and those held out, without held-out prompts whose keys are known to the parent.
 
-    Raises ContractError where one side is empty.
+    Raises ContractError where one side is empty, or a shard is not the one that was written.
     """
     manifest = rundir.manifest("extract")
     rows = {r.row_id: r for r in conversations.read(rundir / "conversations")}
     train, held_out, domains = [], [], []
     keys, left_out = set(), dict[str, None]()
-    for row in states.refs(rundir / "states", manifest["content"]):
+    refs = states.refs(rundir / "states", manifest["content"])
+    mine = manifest["content"] if group.current().leads else ()  # one of several processes verifies
+    checksums = Checksums(rundir / "states", mine, rundir / "train" / "verified.json")
+    if not checksums.done:
+        say(f"  checksums of {size(checksums.bytes)} of states are verified while training goes on")
+    for row in refs:
         said = rows.get(row.row_id)
         if said is None or said.ids != row.slice("ids").tolist():
             raise ContractError(
@@ -58,16 +65,16 @@ def load(resolved: Resolved, rundir: RunDir, known: frozenset[str] = frozenset()
             f"{rundir / 'states'}: {len(train)} training and {len(held_out)} held-out rows with an answer of two tokens or "
             "more; both are needed."
         )
-    return Data(train, held_out, domains, frozenset(keys), list(left_out))
+    return Data(train, held_out, domains, frozenset(keys), list(left_out), checksums)
 
 
 def resident(data: Data, device: str) -> Data:
     """The rows with their states on the GPU, where they fit; as they are elsewhere."""
     if device != "cuda":
         return data
-    size = states.bytes_of([*data.train, *data.held_out])
-    if size > RESIDENT_SHARE * torch.cuda.mem_get_info()[0]:
+    needed = states.bytes_of([*data.train, *data.held_out])
+    if needed > RESIDENT_SHARE * torch.cuda.mem_get_info()[0]:
         return data
-    say(f"  {size / 1e9:.1f} GB of states fit into the GPU's memory: read once")
+    say(f"  {needed / 1e9:.1f} GB of states fit into the GPU's memory: read once")
     rows = states.load_all([*data.train, *data.held_out], device)
     return data._replace(train=rows[: len(data.train)], held_out=rows[len(data.train) :])

@@ -8,6 +8,7 @@ Reads states/ and conversations/ (split and domain of each row). Writes
     eyas train RECIPE
 """
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -46,16 +47,22 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     """
     start = parent.read(resolved)
     data = load(resolved, rundir, (start and start.trained_on) or frozenset())
+    with contextlib.closing(data.checksums):
+        return _run(resolved, rundir, data, start)
+
+
+def _run(resolved: Resolved, rundir: RunDir, data: Data, start: Parent | None) -> dict[str, Any]:
     begun = rundir / "train" / "parent.json"
     leads = group.current().leads
     if start and leads and not begun.is_file():
         write_json(begun, {"axes": parent.examine(start, resolved, data.held_out, data.train), "came": None})
-    vocab = draft_vocabulary(resolved, data, start)
+    vocab = vocabulary.draft(resolved, data, start)
     trainer = Trainer(resolved, rundir, resident(data, resolved.device), vocab, start)
     products = str(trainer.teacher.head_WD.dtype).removeprefix("torch.")
     say(f"  products in {products}; weights, gradients, optimizer and loss in float32")
     began = time.perf_counter()
     trainer.train()
+    data.checksums.wait()
     if not leads:
         return {}
     gained = parent.gained(rundir) | read_json(begun) if start else None
@@ -82,40 +89,6 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
                 "supervised_tokens_per_s": trainer.trained_now / max(time.perf_counter() - began, 1e-9)
             },
         },
-    )
-
-
-def draft_vocabulary(resolved: Resolved, data: Data, start: Parent | None = None) -> vocabulary.Vocabulary:
-    """The parent's where it has as many ids as the recipe asks for, or chosen from the training answers; printed with what it covers."""
-    if start and start.contract.draft_vocab == min(resolved.recipe.train.draft_vocab, resolved.target.vocab):
-        answers = (r.slice("ids")[r.start :] for r in data.train)
-        vocab = vocabulary.measure(answers, start.held.drafter.kept_W, resolved.target.vocab)
-        _print_vocabulary(vocab, data, "kept from the parent")
-        return vocab
-    always = {
-        *resolved.target.stop_ids,
-        *resolved.target.tokenizer(resolved.recipe.target.trust_remote_code).all_special_ids,
-    }
-    vocab = vocabulary.choose(
-        (r.slice("ids")[r.start :] for r in data.train),
-        (r.slice("ids")[: r.start] for r in data.train),
-        always,
-        resolved.recipe.train.draft_vocab,
-        resolved.target.vocab,
-    )
-    _print_vocabulary(vocab, data)
-    return vocab
-
-
-def _print_vocabulary(vocab: vocabulary.Vocabulary, data: Data, origin: str = "") -> None:
-    held = torch.cat([r.slice("ids")[r.start :].long() for r in data.held_out])
-    inside = torch.isin(held, vocab.kept_W).float().mean().item()
-    if not origin and vocab.filled:
-        origin = f"{vocab.filled:,} places filled with ids that no answer had"
-    notes = ", ".join(filter(None, [f"{vocab.distinct:,} distinct", origin]))
-    say(
-        f"  draft vocabulary: {len(vocab.kept_W):,} ids cover {vocab.coverage:.2%} of the supervised tokens ({notes}) "
-        f"and {inside:.2%} of the held-out ones"
     )
 
 
@@ -268,6 +241,7 @@ class Trainer:
                     unread.append(self._step(rows, batches, place["step"], epoch))
                     place["step"] += 1
                     settle(UNREAD)
+                    self.data.checksums.look()
                     if time.monotonic() - saved > SAVE_EVERY_S or self._stopping():
                         settle(0)
                         self._save(place)

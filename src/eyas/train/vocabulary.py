@@ -10,6 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eyas.progress import say
+from eyas.recipe import Resolved
+from eyas.train.data import Data
+from eyas.train.parent import Parent
+
 
 class Vocabulary(NamedTuple):
     kept_W: Tensor  # target ids, ascending
@@ -53,3 +58,37 @@ def _count(rows: Iterable[Tensor], vocab: int) -> Tensor:
     for row in rows:
         counts += torch.bincount(row.long(), minlength=vocab)
     return counts
+
+
+def draft(resolved: Resolved, data: Data, start: Parent | None = None) -> Vocabulary:
+    """The parent's where it has as many ids as the recipe asks for, or chosen from the training answers; printed with what it covers."""
+    if start and start.contract.draft_vocab == min(resolved.recipe.train.draft_vocab, resolved.target.vocab):
+        answers = (r.slice("ids")[r.start :] for r in data.train)
+        vocab = measure(answers, start.held.drafter.kept_W, resolved.target.vocab)
+        _say(vocab, data, "kept from the parent")
+        return vocab
+    always = {
+        *resolved.target.stop_ids,
+        *resolved.target.tokenizer(resolved.recipe.target.trust_remote_code).all_special_ids,
+    }
+    vocab = choose(
+        (r.slice("ids")[r.start :] for r in data.train),
+        (r.slice("ids")[: r.start] for r in data.train),
+        always,
+        resolved.recipe.train.draft_vocab,
+        resolved.target.vocab,
+    )
+    _say(vocab, data)
+    return vocab
+
+
+def _say(vocab: Vocabulary, data: Data, origin: str = "") -> None:
+    held = torch.cat([r.slice("ids")[r.start :].long() for r in data.held_out])
+    inside = torch.isin(held, vocab.kept_W).float().mean().item()
+    if not origin and vocab.filled:
+        origin = f"{vocab.filled:,} places filled with ids that no answer had"
+    notes = ", ".join(filter(None, [f"{vocab.distinct:,} distinct", origin]))
+    say(
+        f"  draft vocabulary: {len(vocab.kept_W):,} ids cover {vocab.coverage:.2%} of the supervised tokens ({notes}) "
+        f"and {inside:.2%} of the held-out ones"
+    )
