@@ -95,6 +95,26 @@ def test_a_process_that_dies_ends_all_and_one_alone_goes_on(finished, untrained)
     assert [e["epoch"] for e in lines(untrained, "evals")] == list(range(1, 26))
 
 
+def test_asked_to_stop_all_stop_after_the_same_step_and_go_on_from_there(finished, untrained):
+    longer = ("--set", "train.epochs=25")
+    launched = subprocess.Popen(
+        begin(finished[0], untrained, *longer), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not (untrained / "drafter" / "epoch-2" / "metrics.json").is_file():
+        time.sleep(0.05)
+    workers(launched)[1].send_signal(
+        signal.SIGINT
+    )  # to one of them; the other learns it from the step's figures
+    _, said = launched.communicate(timeout=120)
+    assert said.count("interrupted; what was finished is kept") == 2 and "another process" not in said, said
+    kept = lines(untrained)
+    done = subprocess.run(begin(finished[0], untrained, *longer), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"resuming at step {len(kept)} of" in done.stderr
+    assert lines(untrained)[: len(kept)] == kept
+
+
 def test_processes_that_would_not_train_the_same_stop_before_the_first_step(monkeypatch):
     group = Group(1, 3)
     mine = {"steps": 4, "rows": "a"}

@@ -117,7 +117,7 @@ class Started(NamedTuple):
     pairs: int
     seen: list[int]  # pairs at each draft step
     figures: (
-        Later  # loss, gradient norm, usual loss, whether skipped, whether to stop, hits at each draft step
+        Later  # loss, gradient norm, usual loss, skipped, processes that want to stop, hits by draft step
     )
 
 
@@ -166,7 +166,7 @@ class Trainer:
             for e in range(self.options.epochs)
         ]
         self.total_steps = sum(map(len, self.plan))
-        self.trained_now, self.stop = 0, False
+        self.trained_now, self.stop_at = 0, 0
         self.state_file = rundir / "train" / "state" / "state.safetensors"
         self.steps_file = rundir / "train" / "steps.jsonl"
         self.skips = self._skips(None)
@@ -242,11 +242,12 @@ class Trainer:
                     place["step"] += 1
                     settle(UNREAD)
                     self.data.checksums.look()
-                    if time.monotonic() - saved > SAVE_EVERY_S or self._stopping():
+                    if time.monotonic() - saved > SAVE_EVERY_S or self._stopping(place["step"]):
                         settle(0)
                         self._save(place)
                         saved = time.monotonic()
-                        if self._stopping():
+                        if self._stopping(place["step"]):
+                            self.group.gather(None)  # one that ends has the others ended, who may be saving
                             raise KeyboardInterrupt
                 settle(0)
                 tau = self._finish_epoch(epoch, place["best"])
@@ -254,9 +255,9 @@ class Trainer:
                 place |= {"epoch": epoch + 1, "best": max(place["best"], tau)}
                 self._save(place)
 
-    def _stopping(self) -> bool:
-        """Whether to stop after this step; several processes stop after the same one, the first whose figures say that any wants to."""
-        return self.stop if self.group.world > 1 else interrupt.asked()
+    def _stopping(self, step: int) -> bool:
+        """Whether to stop after this step; several processes stop after the same one: when all have read that one of them wants to."""
+        return 0 < self.stop_at <= step if self.group.world > 1 else interrupt.asked()
 
     def _agree(self, place: dict[str, Any]) -> None:
         """Raises ContractError where processes would not train the same."""
@@ -323,7 +324,8 @@ class Trainer:
     def _record(self, started: "Started") -> dict[str, Any]:
         """The line of steps.jsonl. Raises ContractError when too many steps had to be skipped."""
         loss, norm, usual, skipped, stop, *hits = started.figures.read()[0].tolist()
-        self.stop |= bool(stop)
+        if stop and not self.stop_at:
+            self.stop_at = started.step + UNREAD
         record = {
             "step": started.step, "epoch": started.epoch, "loss": loss, "lr": started.rate, "grad_norm": norm,
             "pairs": started.pairs,
