@@ -77,7 +77,7 @@ def test_what_the_last_position_holds_changes_nothing(finished, fake_vllm, tmp_p
         for r in rows:
             r.aux_TLD[-1], r.last_TD[-1], r.top1_T[-1] = 1000.0, -1000.0, 3
         states.write_shard(path, rows, {})
-        shard["sha256"] = states._hash(path)
+        shard["sha256"] = states.hashed(path)
     (tmp_path / "b" / "states" / "manifest.json").write_text(json.dumps(manifest))
     run(finished, fake_vllm, tmp_path / "b", "train.epochs=1", last="train")
     a, b = ((tmp_path / f / "drafter" / "best" / "model.safetensors").read_bytes() for f in ("a", "b"))

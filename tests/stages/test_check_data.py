@@ -108,7 +108,7 @@ def reshard(folder, change):
     rows = [r.load() for r in states.rows_of(path)]
     made = [change(i, r) for i, r in enumerate(rows)]
     states.write_shard(path, [r for r in made if r is not None], {})
-    manifest["content"][0]["sha256"] = states._hash(path)
+    manifest["content"][0]["sha256"] = states.hashed(path)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 

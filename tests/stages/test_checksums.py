@@ -77,6 +77,18 @@ def test_large_states_are_verified_beside_training(finished, run, read, monkeypa
     assert (run / "train" / "verified.json").is_file()
 
 
+def test_what_was_verified_before_a_kill_is_not_read_again(run, read, tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "AT_ONCE", 0)
+    listed = read_json(run / "states" / "manifest.json")["content"]
+    assert len(listed) > 1
+    remembered = tmp_path / "verified.json"
+    Checksums(run / "states", listed, remembered)._take()  # and then it was killed
+    assert json.loads(remembered.read_text()).keys() == {listed[0]["file"]}
+    read.clear()
+    Checksums(run / "states", listed, remembered).wait()
+    assert sorted(read) == sorted(s["file"] for s in listed[1:])
+
+
 @pytest.mark.parametrize("at_once", [0, checksums.AT_ONCE])
 def test_a_shard_that_changed_ends_training_unfinished(finished, run, monkeypatch, at_once):
     monkeypatch.setattr(checksums, "AT_ONCE", at_once)

@@ -27,6 +27,7 @@ TWO = [
     "--",
     "eyas",
 ]
+LONGER = ("--set", "train.epochs=25")
 
 
 def lines(folder, name="steps"):
@@ -73,14 +74,19 @@ def workers(launched):
     return sorted((p for p in found if "eyas" in p.cmdline() and "train" in p.cmdline()), key=lambda p: p.pid)
 
 
-def test_a_process_that_dies_ends_all_and_one_alone_goes_on(finished, untrained):
-    longer = ("--set", "train.epochs=25")
+def in_the_third_epoch(recipe, folder):
+    """Two processes that are training."""
     launched = subprocess.Popen(
-        begin(finished[0], untrained, *longer), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        begin(recipe, folder, *LONGER), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     end = time.monotonic() + 120
-    while time.monotonic() < end and not (untrained / "drafter" / "epoch-2" / "metrics.json").is_file():
+    while time.monotonic() < end and not (folder / "drafter" / "epoch-2" / "metrics.json").is_file():
         time.sleep(0.05)
+    return launched
+
+
+def test_a_process_that_dies_ends_all_and_one_alone_goes_on(finished, untrained):
+    launched = in_the_third_epoch(finished[0], untrained)
     both = workers(launched)
     assert len(both) == 2
     both[1].send_signal(signal.SIGKILL)
@@ -88,7 +94,7 @@ def test_a_process_that_dies_ends_all_and_one_alone_goes_on(finished, untrained)
     assert launched.returncode != 0
     assert "another process of this training ended" in said or "SIGKILL" in said, said
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in both)
-    alone = [sys.executable, "-m", "eyas", "train", str(finished[0]), "--run", str(untrained), *longer]
+    alone = [sys.executable, "-m", "eyas", "train", str(finished[0]), "--run", str(untrained), *LONGER]
     done = subprocess.run(alone, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "resuming at step" in done.stderr and "2 trained before, now 1" in done.stderr
@@ -96,20 +102,14 @@ def test_a_process_that_dies_ends_all_and_one_alone_goes_on(finished, untrained)
 
 
 def test_asked_to_stop_all_stop_after_the_same_step_and_go_on_from_there(finished, untrained):
-    longer = ("--set", "train.epochs=25")
-    launched = subprocess.Popen(
-        begin(finished[0], untrained, *longer), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    end = time.monotonic() + 120
-    while time.monotonic() < end and not (untrained / "drafter" / "epoch-2" / "metrics.json").is_file():
-        time.sleep(0.05)
+    launched = in_the_third_epoch(finished[0], untrained)
     workers(launched)[1].send_signal(
         signal.SIGINT
     )  # to one of them; the other learns it from the step's figures
     _, said = launched.communicate(timeout=120)
     assert said.count("interrupted; what was finished is kept") == 2 and "another process" not in said, said
     kept = lines(untrained)
-    done = subprocess.run(begin(finished[0], untrained, *longer), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(begin(finished[0], untrained, *LONGER), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert f"resuming at step {len(kept)} of" in done.stderr
     assert lines(untrained)[: len(kept)] == kept

@@ -15,7 +15,7 @@ HASHERS = 2  # beside training
 
 class Checksums:
     """Verifies a folder's shards against its manifest. remembered: a file of those that were verified, which are not read again while
-    size and time of change stay as they were."""
+    size and time of change stay as they were; without one, all are read, and at once."""
 
     def __init__(self, folder: Path, shards: Sequence[dict[str, Any]], remembered: Path | None) -> None:
         self.remembered = remembered
@@ -23,11 +23,12 @@ class Checksums:
         self.wanted = {folder / s["file"]: s["sha256"] for s in shards}
         todo = [p for p, sha in self.wanted.items() if self.known.get(p.name) != [sha, *_stamp(p)]]
         self.bytes = sum(p.stat().st_size for p in todo)
-        self.pool = ThreadPoolExecutor(states.HASHERS if self.bytes <= AT_ONCE else HASHERS)
+        beside = remembered and self.bytes > AT_ONCE
+        self.pool = ThreadPoolExecutor(HASHERS if beside else states.HASHERS)
         self.waiting: list[tuple[Path, Future[tuple[str, list[int]]]]] = [
             (p, self.pool.submit(_hashed, p)) for p in todo
         ]
-        if self.bytes <= AT_ONCE:
+        if not beside:
             self.wait()
 
     @property
@@ -57,7 +58,9 @@ class Checksums:
                 f"{path}: checksum {found[:12]}… where the manifest has {wanted[:12]}…. {states.AGAIN}"
             )
         self.known[path.name] = [wanted, *stamp]
-        if self.done and self.remembered:
+        if self.done:
+            self.close()
+        if self.remembered:
             self.remembered.parent.mkdir(parents=True, exist_ok=True)
             partial = self.remembered.with_suffix(".partial")
             partial.write_text(json.dumps(self.known), encoding="utf-8")

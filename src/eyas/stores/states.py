@@ -172,7 +172,7 @@ def verified(folder: Path, shards: Sequence[dict[str, Any]]) -> list[RowRef]:
     from eyas.stores.checksums import Checksums
 
     _there(folder, shards)
-    Checksums(folder, shards, None).wait()
+    Checksums(folder, shards, None)
     return refs(folder, shards)
 
 

@@ -35,12 +35,7 @@ def load(resolved: Resolved, rundir: RunDir, known: frozenset[str] = frozenset()
     rows = {r.row_id: r for r in conversations.read(rundir / "conversations")}
     train, held_out, domains = [], [], []
     keys, left_out = set(), dict[str, None]()
-    refs = states.refs(rundir / "states", manifest["content"])
-    mine = manifest["content"] if group.current().leads else ()  # one of several processes verifies
-    checksums = Checksums(rundir / "states", mine, rundir / "train" / "verified.json")
-    if not checksums.done:
-        say(f"  checksums of {size(checksums.bytes)} of states are verified while training goes on")
-    for row in refs:
+    for row in states.refs(rundir / "states", manifest["content"]):
         said = rows.get(row.row_id)
         if said is None or said.ids != row.slice("ids").tolist():
             raise ContractError(
@@ -65,6 +60,10 @@ def load(resolved: Resolved, rundir: RunDir, known: frozenset[str] = frozenset()
             f"{rundir / 'states'}: {len(train)} training and {len(held_out)} held-out rows with an answer of two tokens or "
             "more; both are needed."
         )
+    mine = manifest["content"] if group.current().leads else ()  # one of several processes verifies
+    checksums = Checksums(rundir / "states", mine, rundir / "train" / "verified.json")
+    if not checksums.done:
+        say(f"  checksums of {size(checksums.bytes)} of states are verified while training goes on")
     return Data(train, held_out, domains, frozenset(keys), list(left_out), checksums)
 
 

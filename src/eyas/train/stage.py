@@ -193,7 +193,8 @@ class Trainer:
 
     def _peak(self, group: list[int]) -> int:
         keys, live = sum(self.lengths[i] for i in group), sum(self.pairs[i] for i in group)
-        return of_training(self.contract, keys, live, self.options.ttt_steps, DEPTH + 2).peak
+        size = self.updates.gradients.dtype.itemsize
+        return of_training(self.contract, keys, live, self.options.ttt_steps, DEPTH + 2, size).peak
 
     def train(self) -> None:
         """All epochs from where train/state stands; nothing to do when it stands at the end."""
