@@ -46,26 +46,34 @@ def train(finished, folder):
     return pipeline.run(str(finished[0]), (), str(folder), first="train", last="train")
 
 
-def test_a_shard_is_read_once_while_it_stays_as_it_was(run, read, tmp_path):
+def test_a_shard_is_read_once_while_it_stays_as_it_was(run, read, tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "AT_ONCE", 0)
     listed = read_json(run / "states" / "manifest.json")["content"]
     names = [s["file"] for s in listed]
     remembered = tmp_path / "verified.json"
-    Checksums(run / "states", listed, remembered)
+    Checksums(run / "states", listed, remembered).wait()
     assert sorted(read) == sorted(names) and json.loads(remembered.read_text()).keys() == set(names)
-    Checksums(run / "states", listed, remembered)
+    Checksums(run / "states", listed, remembered).wait()
     assert len(read) == len(names)
     os.utime(run / "states" / names[0])
-    Checksums(run / "states", listed, remembered)
+    Checksums(run / "states", listed, remembered).wait()
     assert read[len(names) :] == [names[0]]
     remembered.write_text("{broken")
-    Checksums(run / "states", listed, remembered)
+    Checksums(run / "states", listed, remembered).wait()
     assert len(read) == 2 * len(names) + 1
     wrong = [
         {**listed[0], "sha256": "0" * 64},
         *listed[1:],
     ]  # another manifest: what was verified was another shard
     with pytest.raises(ContractError, match=f"{names[0]}: checksum .* where the manifest has 000000000000"):
-        Checksums(run / "states", wrong, remembered)
+        Checksums(run / "states", wrong, remembered).wait()
+
+
+def test_small_states_leave_nothing_behind(run, tmp_path):
+    """A training that is refused before its first step has left nothing, so that a mended recipe goes on."""
+    listed = read_json(run / "states" / "manifest.json")["content"]
+    assert Checksums(run / "states", listed, tmp_path / "verified.json").done
+    assert not (tmp_path / "verified.json").exists()
 
 
 def test_large_states_are_verified_beside_training(finished, run, read, monkeypatch, capsys):

@@ -18,12 +18,12 @@ class Checksums:
     size and time of change stay as they were; without one, all are read, and at once."""
 
     def __init__(self, folder: Path, shards: Sequence[dict[str, Any]], remembered: Path | None) -> None:
-        self.remembered = remembered
         self.known = _read(remembered)
         self.wanted = {folder / s["file"]: s["sha256"] for s in shards}
         todo = [p for p, sha in self.wanted.items() if self.known.get(p.name) != [sha, *_stamp(p)]]
         self.bytes = sum(p.stat().st_size for p in todo)
-        beside = remembered and self.bytes > AT_ONCE
+        beside = remembered is not None and self.bytes > AT_ONCE
+        self.remembered = remembered if beside else None  # what takes seconds is read again
         self.pool = ThreadPoolExecutor(HASHERS if beside else states.HASHERS)
         self.waiting: list[tuple[Path, Future[tuple[str, list[int]]]]] = [
             (p, self.pool.submit(_hashed, p)) for p in todo
