@@ -98,7 +98,7 @@ def measure(a: argparse.Namespace, root: Path) -> dict:
             "prefill": a.prefill,
             "generate": a.generate,
             "args": a.arg,
-            "bytes_per_token": steps.bytes_per_token(),
+            "bytes_per_token": resolved.token_bytes,
         }
         out = {}
         for name, work in (("pass", passed), ("one pass", generated)):

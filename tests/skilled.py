@@ -42,7 +42,7 @@ def drafter(target, rows, norms=None, ids=None, vocab=200, **shape):
     ids = list(ids or AUX)
     c = replace(for_target(target, ids, norms or Norms(False, "none", False), vocab, STEPS, 64), **shape)
     places = [rows.layers.index(i) for i in ids]
-    mine = [replace(r, aux_TLD=r.aux_TLD[:, places].float()) for r in rows.rows]
+    mine = [replace(r, kept_TLD=r.aux_TLD[:, places].float()) for r in rows.rows]
     counts = torch.bincount(torch.cat([r.ids_T.long() for r in mine]), minlength=target.vocab)
     counts[list(target.stop_ids)] += 10**6
     kept = counts.argsort(descending=True, stable=True)[:vocab].sort().values

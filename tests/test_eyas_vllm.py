@@ -82,8 +82,8 @@ def test_prefills_in_parts_decodes_and_strangers_in_one_batch(runner, tmp_path):
         row = steps.row(f"row {name}", ids, start, length)
         assert row.ids_T.tolist() == ids and row.start == start
         assert torch.equal(row.aux_TLD[:length], aux[:length].bfloat16())
-        assert torch.equal(row.last_TD[:length], last[:length])
-        assert not row.last_TD[length:].any()
+        assert torch.equal(row.last_SD[:length], last[:length])
+        assert not row.last_SD[length:].any()
     known = steps.row("row a", sequences["a"][0], 5, 9).top1_T
     assert [i for i in range(9) if known[i] != NO_ID] == [4, 5, 8]  # the last row of each of its steps
     assert known[8] == sequences["a"][3][8]

@@ -40,7 +40,7 @@ def test_a_moved_slot_is_named(shift, said):
 
 def test_one_layer_for_another_is_named():
     a = row(1)
-    swapped = RowStates("r", a.ids_T, a.aux_TLD.flip(1), a.last_TD, a.top1_T, 3)
+    swapped = RowStates("r", a.ids_T, a.aux_TLD.flip(1), a.last_SD, a.top1_T, 3)
     assert likeness.differs(compared(swapped, a)).startswith("layer ")
 
 

@@ -17,11 +17,13 @@ from eyas.target import Target
 @dataclass(frozen=True)
 class Norms:
     """Where norms sit. before_residual: the residual is hidden_norm(h) instead of h. fc: none | chunks (one RMSNorm per
-    aux state) | whole (one over all). output: norm(h) instead of h is fed to the next draft step (EAGLE-3.1)."""
+    aux state) | whole (one over all). output: norm(h) instead of h is fed to the next draft step (EAGLE-3.1). qk: an RMSNorm of each
+    head of queries and keys before they are rotated (Qwen3)."""
 
     before_residual: bool
     fc: str
     output: bool
+    qk: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def card(c: Contract) -> Card:
         "architecture": c.architecture.removeprefix("eagle3-"), "depth": 1, "target_layers": c.target_layers,
         "aux_layers": c.aux_layers, "fc_norm": c.norms.fc, "before_residual": c.norms.before_residual,
         "fed_back": "normed" if c.norms.output else "hidden", "hidden": c.hidden, "target_hidden": c.hidden, "mlp": c.mlp,
-        "heads": c.heads, "kv_heads": c.kv_heads, "head_dim": c.head_dim, "qk_norm": False, "bias": False, "activation": "silu",
+        "heads": c.heads, "kv_heads": c.kv_heads, "head_dim": c.head_dim, "qk_norm": c.norms.qk, "bias": False, "activation": "silu",
         "eps": c.eps, "rope": c.rope, "window": None, "context": c.context, "trained_length": c.trained_length,
         "vocab": c.vocab, "draft_vocab": c.draft_vocab, "map": "offsets" if c.draft_vocab < c.vocab else "all",
         "head": c.head, "embedding": c.embedding, "dtype": c.dtype, "quantisation": None,

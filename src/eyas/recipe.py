@@ -42,9 +42,24 @@ class Resolved:
     @property
     def token_bytes(self) -> int:
         """Disk of one token: aux states in extract.dtype, the last state in the target's own type, ids."""
-        aux = 2 if self.recipe.extract.dtype == "bfloat16" else 4
-        last = 2 if self.dtype == "bfloat16" else 4
-        return states.bytes_per_token(len(self.aux_layers), self.target.hidden, aux, last)
+        return states.bytes_per_token(
+            len(self.aux_layers), self.target.hidden, self.recipe.extract.dtype, self.last_bytes
+        )
+
+    @property
+    def last_bytes(self) -> int:
+        """Of one number of a last state."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+    @property
+    def fp8(self) -> bool:
+        """Whether aux states are stored in fp8."""
+        return self.recipe.extract.dtype == "fp8"
+
+    @property
+    def aux_dtype(self) -> str:
+        """What aux states are handed over in before they are stored."""
+        return "bfloat16" if self.fp8 else self.recipe.extract.dtype
 
 
 class Value(NamedTuple):

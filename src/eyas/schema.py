@@ -196,8 +196,9 @@ class ExtractSection(Section):
         description="generate: states are kept in the pass that generates (vLLM); pass: a pass over the stored ids; auto: the first where it can be",
         json_schema_extra={"unit": ""},
     )
-    dtype: Literal["bfloat16", "float32"] = key(
-        "bfloat16", "aux states; half the disk of float32, no loss seen"
+    dtype: Literal["bfloat16", "float32", "fp8"] = key(
+        "bfloat16",
+        "aux states; half the disk of float32, no loss seen; fp8 halves them again, a scale for each token and layer",
     )
     shard_bytes: int = key(268_435_456, "what a kill costs at most", "bytes", ge=1024)
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
@@ -209,6 +210,9 @@ class NormsSection(Section):
         "chunks", "one RMSNorm per aux state before fc (EAGLE-3.1 fc_norm); whole = norm_before_fc"
     )
     output: bool = key(False, "true feeds norm(h) back instead of h (EAGLE-3.1 norm_output)")
+    qk: bool = key(
+        False, "norms of queries and keys, as Qwen3's layer has; vLLM serves them, SGLang does not"
+    )
 
     @field_validator("fc", mode="before")
     @classmethod

@@ -18,7 +18,7 @@ from eyas.target import Target
 
 KEYS = {
     "target.aux_layers": "aux_layers", "train.draft_vocab": "draft_vocab", "train.norms.before_residual": "before_residual",
-    "train.norms.fc": "fc_norm", "train.norms.output": "fed_back",
+    "train.norms.fc": "fc_norm", "train.norms.output": "fed_back", "train.norms.qk": "qk_norm",
 }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def settle(read: Recipe, values: dict[str, Value], target: Target | None) -> Rec
             f'"target.aux_layers" is {layers}, and {word} takes the states of {len(f.card["aux_layers"].value)} layers. '
             "Leave the key out, or name as many."
         )
-    norms = {name: values[f"train.norms.{name}"].value for name in ("before_residual", "fc", "output")}
+    norms = {name: values[f"train.norms.{name}"].value for name in ("before_residual", "fc", "output", "qk")}
     train = read.train.model_copy(
         update={
             "draft_vocab": values["train.draft_vocab"].value,
@@ -112,7 +112,7 @@ def given(resolved: Resolved) -> dict[str, Any]:
     norms = resolved.recipe.train.norms
     return {
         "aux_layers": tuple(resolved.aux_layers), "before_residual": norms.before_residual, "fc_norm": norms.fc,
-        "fed_back": "normed" if norms.output else "hidden",
+        "fed_back": "normed" if norms.output else "hidden", "qk_norm": norms.qk,
     }  # fmt: skip
 
 

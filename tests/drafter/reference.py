@@ -48,6 +48,9 @@ class Reference:
 
     def project(self, name, x, pos=None):
         y = (self.weight(name) @ x).view(-1, self.c.head_dim)
+        if self.c.norms.qk and name in ("q_proj", "k_proj"):
+            w = self.weight(name.replace("proj", "norm"))
+            y = torch.stack([rms(head, w, self.c.eps) for head in y])
         return y if pos is None else rotate(y, pos, self.c.rope_theta)
 
     def layer(self, x, residual, pos, keys, values):

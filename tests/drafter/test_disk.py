@@ -11,7 +11,12 @@ from eyas.drafter import disk
 from eyas.errors import ContractError
 from tests.conftest import contract, drafter
 
-VARIANTS = [Norms(False, "none", False), Norms(True, "chunks", False), Norms(False, "whole", True)]
+VARIANTS = [
+    Norms(False, "none", False),
+    Norms(True, "chunks", False),
+    Norms(False, "whole", True),
+    Norms(False, "chunks", True, qk=True),
+]
 
 
 @pytest.mark.parametrize("norms", VARIANTS, ids=str)

@@ -31,6 +31,7 @@ NORMS = [
     Norms(True, "chunks", False),
     Norms(False, "whole", True),
     Norms(True, "none", True),
+    Norms(False, "chunks", True, qk=True),
 ]
 
 
@@ -136,7 +137,7 @@ def test_loss_and_gradients_equal_the_specification(norms, kind, seed):
 def test_bfloat16_is_as_near_to_float32_as_autocast_is(norms, kind, device):
     """Noise of bfloat16, and no more: the specification under autocast is the measure."""
     case = Case(
-        norms, 7, kind=kind, device=device, multiple=64, longest=300 if device == "cuda" else 60, **WIDE
+        norms, 8, kind=kind, device=device, multiple=64, longest=300 if device == "cuda" else 60, **WIDE
     )
     exact, noisy = case.specified(), case.specified(autocast=True)
     found = case.run(torch.bfloat16)

@@ -14,7 +14,7 @@ from tests.drafter.reference import Reference
 VARIANTS = [
     Norms(b, fc, o)
     for b, fc, o in itertools.product((False, True), ("none", "chunks", "whole"), (False, True))
-]
+] + [Norms(False, "chunks", True, qk=True)]
 
 
 def rows():

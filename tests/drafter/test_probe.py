@@ -174,7 +174,7 @@ def test_what_a_folder_leaves_open_is_found(trained, seen, tmp_path):
 def test_a_teacher_without_the_right_norm_is_told_by_divergence(seen):
     target, rows = seen
     norm = lambda x: F.rms_norm(x.float(), x.shape[-1:], target.final_norm_D(), target.eps)  # noqa: E731
-    wrong = rows._replace(rows=[replace(r, last_TD=norm(r.last_TD)) for r in rows.rows])
+    wrong = rows._replace(rows=[replace(r, last_SD=norm(r.last_SD)) for r in rows.rows])
     made = skilled.drafter(target, wrong)
     found = probe.run(opening.Held(made, target.embedding_VD().float(), False), rows, target, "cpu")
     assert found.axis("teacher").found == "final norm twice"
@@ -185,7 +185,7 @@ def test_a_teacher_without_the_right_norm_is_told_by_divergence(seen):
 def test_with_stored_states_alone_layers_are_not_probed(trained, seen):
     target, rows = seen
     places = [rows.layers.index(i) for i in skilled.AUX]
-    stored = probe.Rows([replace(r, aux_TLD=r.aux_TLD[:, places]) for r in rows.rows], tuple(skilled.AUX))
+    stored = probe.Rows([replace(r, kept_TLD=r.aux_TLD[:, places]) for r in rows.rows], tuple(skilled.AUX))
     held = opening.read(facts.gather(trained["AQ-MedAI's shape"], target), target)
     found = probe.run(held, stored, target, "cpu")
     assert found.axis("layers").state == "not probed" and "target" in found.axis("layers").note

@@ -47,8 +47,10 @@ def against_embedded(resolved, folder, until):
         with torch.inference_mode():
             seen = engine.states([row.ids_T.tolist()])
         end = len(row) + until
-        for a, b in ((row.aux_TLD, seen.aux_BTLD[0]), (row.last_TD, seen.last_BTD[0])):
-            a, b = a[:end].float(), b[:end].float()
+        first = row.last_from
+        for a, b in ((row.aux_TLD, seen.aux_BTLD[0]), (row.last_SD, seen.last_BTD[0, first:])):
+            here = end if a is not row.last_SD else end - first
+            a, b = a[:here].float(), b[:here].float()
             worst = max(worst, float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max()))
         here = slice(row.start, len(row) - 1)
         same += int((row.top1_T[here] == seen.top1_BT[0, here]).sum())

@@ -58,9 +58,9 @@ def test_states_of_one_pass_are_those_of_the_embedded_engine(finished, fake_vllm
         b = two[name]
         assert a.ids_T.tolist() == b.ids_T.tolist() and a.start == b.start
         assert torch.allclose(a.aux_TLD[:-1].float(), b.aux_TLD[:-1].float(), atol=0.02, rtol=0.02)
-        assert torch.allclose(a.last_TD[:-1], b.last_TD[:-1], atol=1e-4)
+        assert torch.allclose(a.last_SD[:-1], b.last_SD[:-1], atol=1e-4)
         assert a.top1_T[a.start : -1].tolist() == b.top1_T[b.start : -1].tolist()
-        assert not a.last_TD[-1].any() and int(a.top1_T[-1]) == -1
+        assert not a.last_SD[-1].any() and int(a.top1_T[-1]) == -1
     assert records.every() == []
 
 
@@ -75,7 +75,7 @@ def test_what_the_last_position_holds_changes_nothing(finished, fake_vllm, tmp_p
         path = tmp_path / "b" / "states" / shard["file"]
         rows = [r.load() for r in states.rows_of(path)]
         for r in rows:
-            r.aux_TLD[-1], r.last_TD[-1], r.top1_T[-1] = 1000.0, -1000.0, 3
+            r.aux_TLD[-1], r.last_SD[-1], r.top1_T[-1] = 1000.0, -1000.0, 3
         states.write_shard(path, rows, {})
         shard["sha256"] = states.hashed(path)
     (tmp_path / "b" / "states" / "manifest.json").write_text(json.dumps(manifest))

@@ -115,7 +115,7 @@ def reshard(folder, change):
 def infinite(i, r):
     aux = r.aux_TLD.clone()
     aux[0, 0, 0] = float("nan")
-    return dataclasses.replace(r, aux_TLD=aux)
+    return dataclasses.replace(r, kept_TLD=aux)
 
 
 STATES = {
@@ -123,9 +123,9 @@ STATES = {
     "C58 another row": (lambda i, r: dataclasses.replace(r, row_id="x") if i == 0 else r, "states-rows", "are not those of"),
     "C58 another row's ids": (lambda i, r: dataclasses.replace(r, ids_T=r.ids_T + (i == 0)), "states-rows", "are not those of"),
     "C11 a row without states": (lambda i, r: None if i == 0 else r, "states-rows", "have no states"),
-    "C06 fewer layers": (lambda i, r: dataclasses.replace(r, aux_TLD=r.aux_TLD[:, :2].contiguous()), "states-layers", "the shards hold 2"),
-    "C08 another layer": (lambda i, r: dataclasses.replace(r, last_TD=r.aux_TLD[:, 1].float().contiguous()), "states-agreement", "another layer"),
-    "C11 shifted by one": (lambda i, r: dataclasses.replace(r, last_TD=r.last_TD.roll(1, 0)), "states-agreement", "another layer"),
+    "C06 fewer layers": (lambda i, r: dataclasses.replace(r, kept_TLD=r.aux_TLD[:, :2].contiguous()), "states-layers", "the shards hold 2"),
+    "C08 another layer": (lambda i, r: dataclasses.replace(r, last_SD=r.aux_TLD[:, 1].float().contiguous()), "states-agreement", "another layer"),
+    "C11 shifted by one": (lambda i, r: dataclasses.replace(r, last_SD=r.last_SD.roll(1, 0)), "states-agreement", "another layer"),
 }  # fmt: skip
 
 
@@ -139,12 +139,12 @@ def test_each_kind_of_fault_in_states_is_found(run, target, kind):
 
 def test_a_state_after_the_final_norm_is_found(run, target):
     def normed(i, r):
-        last = r.last_TD.float()
+        last = r.last_SD.float()
         return dataclasses.replace(
             r,
-            last_TD=(
+            last_SD=(
                 last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + 1e-5) * (target.final_norm_D() ** 3)
-            ).to(r.last_TD.dtype),
+            ).to(r.last_SD.dtype),
         )
 
     reshard(run / "states", normed)

@@ -149,5 +149,10 @@ class Bench:
 def _cut(row: RowStates, max_tokens: int) -> RowStates:
     end = row.start + max_tokens
     return RowStates(
-        row.row_id, row.ids_T[:end], row.aux_TLD[:end], row.last_TD[:end], row.top1_T[:end], row.start
+        row.row_id,
+        row.ids_T[:end],
+        row.aux_TLD[:end],
+        row.last_SD[: end - row.last_from],
+        row.top1_T[:end],
+        row.start,
     )

@@ -260,7 +260,7 @@ def _aligned(folder: Path, refs: list[RowRef]) -> Iterator[Finding]:
             f"{folder}: no conversations beside it ({beside}): its ids are not compared",
         )
         return
-    wrong = [r for r in refs if r.row_id not in rows or r.slice("ids").tolist() != rows[r.row_id].ids]
+    wrong = [r for r in refs if r.row_id not in rows or r.ids().tolist() != rows[r.row_id].ids]
     lacking = rows.keys() - {r.row_id for r in refs}
     if wrong:
         yield error(
@@ -304,9 +304,9 @@ def _agreement(folder: Path, refs: list[RowRef], target: Target) -> Iterator[Fin
     for ref in itertools.islice(refs, 64):
         row = ref.load()
         at = (row.top1_T >= 0).nonzero().flatten()
-        at = at[at < len(row) - 1] if len(at) > 1 else at
+        at = at[(at < len(row) - 1) & (at >= row.last_from)] if len(at) > 1 else at[at >= row.last_from]
         for some in at[: SAMPLED_POSITIONS - seen].split(BLOCK):
-            last = row.last_TD[some].float()
+            last = row.last_SD[some - row.last_from].float()
             last = last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + target.eps) * norm_D
             same += int(((last @ head_VD.float().T).argmax(-1) == row.top1_T[some]).sum())
             seen += len(some)

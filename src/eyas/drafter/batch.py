@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.stores.states import RowRef, RowStates
+from eyas.stores.states import RowRef, RowStates, unscaled
 
 MAX_STEPS = 16
 ROWS = 16  # B becomes a multiple of this where a row is added
@@ -129,15 +129,14 @@ def pack(
         "key_grid_K": row_K * keys + place_K,
         "first_B": first_B,
     }
-    aux, last = [r.aux_TLD[:-2] for r in rows], [r.last_TD[r.start : -1] for r in rows]
-    aux.append(aux[0].new_zeros(more_K, *aux[0].shape[1:]))
-    last.append(last[0].new_zeros(more_M, last[0].shape[1]))
     to = torch.device(device)
     moved = _move(flat, to)
+    aux = _joined([r.kept_TLD[:-2] for r in rows], more_K, to)
+    scales = [r.scale_TL[:-2] for r in rows if r.scale_TL is not None]
     return Batch(
         **moved,
-        key_aux_KLD=_move_one(torch.cat(aux), to),
-        last_MD=_move_one(torch.cat(last), to),
+        key_aux_KLD=unscaled(aux, _joined(scales, more_K, to)) if scales else aux,
+        last_MD=_joined([r.last_SD[r.start - r.last_from : -1] for r in rows], more_M, to),
         query_bounds_B=_move_one(_bounds(lives_B), to),
         key_bounds_B=_move_one(_bounds(keys_B), to),
         steps=steps,
@@ -179,6 +178,21 @@ def _move(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]
     flat = _move_one(torch.cat([t.flatten() for t in tensors.values()]), device)
     parts = flat.split([t.numel() for t in tensors.values()])
     return {n: part.view(t.shape) for (n, t), part in zip(tensors.items(), parts, strict=True)}
+
+
+def _joined(parts: list[Tensor], more: int, device: torch.device) -> Tensor:
+    """Rows end to end and so many zeros, on the device: copied once, into pinned memory, on their way to a GPU."""
+    shape = (sum(map(len, parts)) + more, *parts[0].shape[1:])
+    here, pinned = parts[0].device, parts[0].device.type == "cpu" and device.type == "cuda"
+    out = torch.empty(shape, dtype=parts[0].dtype, device=here, pin_memory=pinned)
+    torch.cat([_bits(p) for p in parts], out=_bits(out[: shape[0] - more]))
+    _bits(out[shape[0] - more :]).zero_()
+    return out.to(device, non_blocking=pinned)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """fp8 as bytes: not every operation knows it."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _move_one(x: Tensor, device: torch.device) -> Tensor:

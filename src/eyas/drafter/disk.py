@@ -33,6 +33,8 @@ def names(c: Contract) -> dict[str, str]:
     table |= {n: f"midlayer.self_attn.{n}" for n in ATTENTION}
     table |= {n: f"midlayer.mlp.{n}" for n in MLP}
     table |= {n: f"midlayer.{n}" for n in LAYER_NORMS}
+    if c.norms.qk:
+        table |= {n: f"midlayer.self_attn.{n}" for n in ("q_norm", "k_norm")}
     if c.norms.fc == "chunks":
         table |= {f"fc_norm.{i}": f"fc_norm.{i}" for i in range(len(c.aux_layers))}
     if c.norms.fc == "whole":

@@ -96,7 +96,7 @@ def cannot(f: Facts, target: Target) -> list[str]:
         out.append("its attention is latent (MLA)")
     if v["depth"] not in (1, None):
         out.append(f"it has {v['depth']} layers")
-    for name in ("qk_norm", "bias", "window", "quantisation"):
+    for name in ("bias", "window", "quantisation"):
         if v[name]:
             out.append(f"{FIELDS[name]}: {v[name]}")
     if v["activation"] not in ("silu", None):
@@ -132,7 +132,8 @@ def contract_of(f: Facts, target: Target, given: Mapping[str, Any] | None = None
         target_layers=target.layers, hidden=v["hidden"], mlp=v["mlp"], heads=v["heads"], kv_heads=v["kv_heads"],
         head_dim=v["head_dim"], vocab=v["vocab"], draft_vocab=v["draft_vocab"], eps=v["eps"], rope_theta=rope.theta,
         context=v["context"] or target.context, trained_length=0, aux_layers=tuple(v["aux_layers"]),
-        norms=Norms(v["before_residual"], v["fc_norm"], v["fed_back"] == "normed"), ttt_steps=1, stop_ids=target.stop_ids,
+        norms=Norms(v["before_residual"], v["fc_norm"], v["fed_back"] == "normed", bool(v["qk_norm"])), ttt_steps=1,
+        stop_ids=target.stop_ids,
         dtype=v["dtype"] if v["dtype"] in ("float32", "float16", "bfloat16") else "bfloat16",
         rope_scaling=rope.scaling_dict() or None, rope_partial=rope.partial,
     )  # fmt: skip

@@ -30,7 +30,7 @@ from eyas.drafter.batch import Batch
 from eyas.drafter.fused import Fused
 from eyas.drafter.graphs import Graphs
 from eyas.drafter.loss import Loss, Teacher
-from eyas.drafter.network import Drafter
+from eyas.drafter.network import Drafter, RMSNorm
 from eyas.errors import SurroundingsError
 
 CHUNK_BYTES = 2**29  # of logits at once
@@ -82,6 +82,7 @@ class Keys(NamedTuple):
     kv_KNE: Tensor  # keys, then values
     half_q_MHE: Tensor  # the embedding's half of q, k and v
     half_kv_KNE: Tensor
+    raw_KNE: Tensor | None  # keys before their norm
 
 
 class Wanted(NamedTuple):
@@ -103,6 +104,8 @@ class Kept(NamedTuple):
     both_M2I: Tensor  # gate and up
     h_MD: Tensor
     dnormed_MD: Tensor  # the loss's gradient of norm(h)
+    raw_q_MHE: Tensor | None  # queries before their norm
+    raw_k_MNE: Tensor | None  # own keys before theirs
 
 
 class Gradients:
@@ -127,8 +130,15 @@ class Gradients:
         self.table_2PE = torch.empty(2, 0, 0)
         self.weights = sum(p.numel() for p in drafter.parameters() if p.dim() == 2)
         self.replay = self.device.type == "cuda" and dtype != torch.float32  # small batches, as CUDA graphs
-        self.norms = (drafter.hidden_norm, drafter.post_attention_layernorm, drafter.norm)
-        self.sums = [self.ops.norm_sums(c.hidden, self.device) for _ in self.norms]
+        of_heads = (drafter.q_norm, drafter.k_norm)
+        self.norms = (
+            drafter.hidden_norm,
+            drafter.post_attention_layernorm,
+            drafter.norm,
+            *filter(None, of_heads),
+        )
+        self.sums = [self.ops.norm_sums(len(n.weight), self.device) for n in self.norms]
+        self.nothing = torch.zeros(1, 1, c.head_dim, dtype=dtype, device=self.device)
 
     def refresh(self) -> None:
         """To be called after the parameters were changed."""
@@ -201,8 +211,39 @@ class Gradients:
         half_kv = w.embedded_kv(embedded).unflatten(1, (-1, c.head_dim))
         half = w.hidden_kv(n).unflatten(1, (-1, c.head_dim))
         kv, every = torch.empty_like(half), torch.arange(len(half), device=self.device)
-        ops.turned(half, half_kv, every, batch.key_pos_K, 0, places.table_2PE, c.kv_heads, kv)
-        return Keys(embedded, live, h, n, kv, half_q, half_kv)
+        norm = self.drafter.k_norm
+        raw = self.turned(norm, half, half_kv, every, batch.key_pos_K, 0, places.table_2PE, c.kv_heads, kv)
+        return Keys(embedded, live, h, n, kv, half_q, half_kv, raw)
+
+    def turned(
+        self, norm: RMSNorm | None, half_THE: Tensor, other_XHE: Tensor, at_T: Tensor, pos_T: Tensor, shift: int, table_2PE: Tensor,
+        rotated: int, out_THE: Tensor,
+    ) -> Tensor | None:  # fmt: skip
+        """Both halves added, their first heads normed and turned, written to `out`; returns those heads before their norm."""
+        if norm is None:
+            self.ops.turned(half_THE, other_XHE, at_T, pos_T, shift, table_2PE, rotated, out_THE)
+            return None
+        both = half_THE + other_XHE[at_T]
+        raw = both[:, :rotated].clone(memory_format=torch.contiguous_format)
+        both[:, :rotated] = self.ops.rms(raw, norm.weight, self.c.eps)
+        nothing = self.nothing.expand(1, both.shape[1], -1).contiguous()
+        self.ops.turned(both, nothing, torch.zeros_like(at_T), pos_T, shift, table_2PE, rotated, out_THE)
+        return raw
+
+    def normed_backward(
+        self, norm: RMSNorm | None, sums_XE: Tensor | None, dout_THE: Tensor, raw_THE: Tensor | None
+    ) -> None:
+        """The gradient of some heads, turned back, becomes that before their norm, in place."""
+        if norm is not None and raw_THE is not None and sums_XE is not None:
+            width = raw_THE.shape[-1]
+            flat = dout_THE.reshape(-1, width).contiguous()
+            dx, _ = self.ops.rms_backward(flat, raw_THE.view(-1, width), norm.weight, self.c.eps, sums_XE)
+            dout_THE.copy_(dx.view(raw_THE.shape))
+
+    @property
+    def head_sums(self) -> tuple[Tensor | None, Tensor | None]:
+        """Where the gradients of q_norm and k_norm are added up."""
+        return (self.sums[-2], self.sums[-1]) if self.c.norms.qk else (None, None)
 
     def unit(self, batch: Batch) -> Tensor:
         """Aux states [K, L*D], normed without scale: made again for the way back, since they are large."""
@@ -258,16 +299,28 @@ class _Way:
             both = w.hidden(n).unflatten(1, (-1, c.head_dim))
             half_q, half_kv = both[:, : c.heads], both[:, c.heads :]
             at, own = places.key[k : k + self.live], self.own_SMNE[k - 1]
-            ops.turned(half_kv, keys.half_kv_KNE, at, places.pos_M, k, places.table_2PE, c.kv_heads, own)
+            raw_k = self.g.turned(
+                self.d.k_norm,
+                half_kv,
+                keys.half_kv_KNE,
+                at,
+                places.pos_M,
+                k,
+                places.table_2PE,
+                c.kv_heads,
+                own,
+            )
         else:
-            half_q = w.hidden_q(n).unflatten(1, (-1, c.head_dim))
-        ops.turned(half_q, keys.half_q_MHE, ahead, places.pos_M, k, places.table_2PE, c.heads, q)
+            half_q, raw_k = w.hidden_q(n).unflatten(1, (-1, c.head_dim)), None
+        raw_q = self.g.turned(
+            self.d.q_norm, half_q, keys.half_q_MHE, ahead, places.pos_M, k, places.table_2PE, c.heads, q
+        )
         first, lse = documents.attend(q, keys.kv_KNE, self.batch, self.g.scale)
         out, lse = ops.merge(first, lse, q, self.own_SMNE, k, self.g.scale)
         middle = w.o(out.flatten(1), n if c.norms.before_residual else before)
         gate_up = w.gate_up(ops.rms(middle, self.d.post_attention_layernorm.weight, c.eps))
         h = w.down(ops.swiglu(gate_up), middle)
-        return Kept(before, out, lse, middle, gate_up, h, h)
+        return Kept(before, out, lse, middle, gate_up, h, h, raw_q, raw_k)
 
     def _loss(self, k: int, normed_MD: Tensor, wanted: Wanted, loss_M: Tensor, hit_M: Tensor) -> Tensor:
         """The loss of one step and whether drafts hit, written; its gradient of norm(h), returned."""
@@ -297,8 +350,9 @@ class _Way:
         dbefore: Tensor | None = None
         for k in reversed(range(s)):
             before, out, lse = kept[-1].before_MD, kept[-1].out_MHE, kept[-1].lse_HM
+            raw = kept[-1].raw_q_MHE, kept[-1].raw_k_MNE
             dmiddle = self._mlp_back(kept.pop(), dbefore)  # its tensors go before attention takes its memory
-            dhalf = self._qkv_back(k, self._attention_back(k, out, lse, dmiddle))
+            dhalf = self._qkv_back(k, self._attention_back(k, out, lse, dmiddle), *raw)
             if not k:
                 self._keys_back(dhalf, dmiddle)
                 return
@@ -337,17 +391,21 @@ class _Way:
             dout, out_MHE, lse_HM, q, self.own_SMNE, k, self.g.scale, dq, self.shares_S2SMH[k]
         )
 
-    def _qkv_back(self, k: int, dq_MHE: Tensor) -> Tensor:
+    def _qkv_back(self, k: int, dq_MHE: Tensor, raw_q_MHE: Tensor | None, raw_k_MNE: Tensor | None) -> Tensor:
         """The gradient of the hidden half of q, and of k and v after step 0; also added up for the embedding's half, k places on."""
         c, ops, places = self.c, self.ops, self.places
         dhalf = dq_MHE.new_empty(self.live, self.dhalf_MX.shape[1] if k else self.g.q_width)
         by_head = dhalf.unflatten(1, (-1, c.head_dim))
+        q_sums, k_sums = self.g.head_sums
         ops.turned_backward(dq_MHE, places.pos_M, k, places.table_2PE, c.heads, by_head[:, : c.heads])
+        self.g.normed_backward(self.d.q_norm, q_sums, by_head[:, : c.heads], raw_q_MHE)
         if k:
             own = ops.own_backward(
                 self.dout_SMHE, self.q_SMHE, self.shares_S2SMH, k, self.g.scale, c.kv_heads
             )
             ops.turned_backward(own, places.pos_M, k, places.table_2PE, c.kv_heads, by_head[:, c.heads :])
+            own_keys = by_head[:, c.heads : c.heads + c.kv_heads]
+            self.g.normed_backward(self.d.k_norm, k_sums, own_keys, raw_k_MNE)
         ops.add_rows(self.dhalf_MX[k:, : dhalf.shape[1]], dhalf[: self.live - k])
         return dhalf
 
@@ -357,6 +415,7 @@ class _Way:
         at, dkv_KX = self.batch.query_key_M, keys.kv_KNE.new_empty(keys.kv_KNE.shape).flatten(1)
         by_head = dkv_KX.unflatten(1, (-1, c.head_dim))
         ops.turned_backward(self.dkv_KNE, self.batch.key_pos_K, 0, self.places.table_2PE, c.kv_heads, by_head)
+        self.g.normed_backward(self.d.k_norm, self.g.head_sums[1], by_head[:, : c.kv_heads], keys.raw_KNE)
         w.hidden_q.add(dq_MX, keys.n_KD[at])
         w.hidden_kv.add(dkv_KX, keys.n_KD)
         dn_KD = w.hidden_kv.back(dkv_KX)

@@ -44,6 +44,9 @@ def of_training(c: Contract, keys: int, live: int, steps: int, batches: int, siz
     of_keys = keys * (norm + 3 * wide + 2 * kv) + live * (wide + q)
     fed = wide if c.norms.output else 0
     of_steps = live * (steps * (q + q + 3 * wide + 2 * c.mlp + fed) + wide + (steps - 1) * kv)
+    if c.norms.qk:  # queries and keys as they were before their norms
+        of_keys += keys * kv // 2
+        of_steps += live * (steps * q + (steps - 1) * kv // 2)
     chunk = min(live * c.draft_vocab * size, CHUNK_BYTES)
     forward = live * (c.draft_vocab + 2 * wide) * size + chunk
     expanded = (

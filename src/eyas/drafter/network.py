@@ -53,6 +53,8 @@ class Drafter(nn.Module):
         self.q_proj = Linear(2 * d, heads * e, bias=False)
         self.k_proj = Linear(2 * d, kv * e, bias=False)
         self.v_proj = Linear(2 * d, kv * e, bias=False)
+        self.q_norm = RMSNorm(e, c.eps) if c.norms.qk else None
+        self.k_norm = RMSNorm(e, c.eps) if c.norms.qk else None
         self.o_proj = Linear(heads * e, d, bias=False)
         self.post_attention_layernorm = RMSNorm(d, c.eps)
         self.gate_proj = Linear(d, c.mlp, bias=False)
@@ -109,11 +111,13 @@ class Drafter(nn.Module):
         self._frequencies.clear()
 
     def query(self, x_T2D: Tensor, turn: Rotation) -> Tensor:
-        return rope(self.q_proj(x_T2D).unflatten(-1, (-1, self.contract.head_dim)), turn)
+        query = self.q_proj(x_T2D).unflatten(-1, (-1, self.contract.head_dim))
+        return rope(self.q_norm(query) if self.q_norm else query, turn)
 
     def key_value(self, x_T2D: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
         shape = (self.contract.kv_heads, self.contract.head_dim)
-        key = rope(self.k_proj(x_T2D).unflatten(-1, shape), turn)
+        key = self.k_proj(x_T2D).unflatten(-1, shape)
+        key = rope(self.k_norm(key) if self.k_norm else key, turn)
         return key, self.v_proj(x_T2D).unflatten(-1, shape)
 
     def finish(self, attended_TX: Tensor, residual_TD: Tensor) -> Tensor:

@@ -320,7 +320,7 @@ class _Probe:
     # ---- replays ----
 
     def chosen(self, places: tuple[int, ...]) -> list[RowStates]:
-        return [replace(r, aux_TLD=r.aux_TLD[:, list(places)]) for r in self.rows]
+        return [replace(r, kept_TLD=r.aux_TLD[:, list(places)], scale_TL=None) for r in self.rows]
 
     def accepted(self, setting: dict[str, Any], k: int) -> list[list[int]]:
         places = self.configure(setting)

@@ -42,7 +42,7 @@ def parameters(kind: str, depth: int, flags: Mapping[str, bool], chunks: int) ->
 def of_contract(c: Contract) -> dict[str, tuple[int, ...]]:
     """Every tensor of a drafter that eyas trained, with its shape."""
     known = card(c)
-    flags = {"input_norm": c.norms.fc == "whole", "fc_norm": c.norms.fc == "chunks"}
+    flags = {"input_norm": c.norms.fc == "whole", "fc_norm": c.norms.fc == "chunks", "qk_norm": c.norms.qk}
     names = [*parameters("llama", 1, flags, len(c.aux_layers)), "lm_head.weight"]
     shapes = wanted_shapes(known, len(c.aux_layers) * c.hidden)
     reduced = {"d2t": (c.draft_vocab,), "t2d": (c.vocab,)} if c.draft_vocab < c.vocab else {}
@@ -70,4 +70,5 @@ def wanted_shapes(fields: Card, width: int) -> dict[str, tuple[int, ...]]:
             "midlayer.self_attn.o_proj.weight": (v["hidden"], q),
         }
         out |= {f"midlayer.self_attn.{n}.weight": (kv, wide) for n in ("k_proj", "v_proj")}
+        out |= {f"midlayer.self_attn.{n}.weight": (v["head_dim"],) for n in ("q_norm", "k_norm")}
     return {name: shape for name, shape in out.items() if None not in shape}

@@ -78,7 +78,7 @@ def refuse(version: str, c: Contract) -> None:
     why = {
         f"{FIELDS[n]} {view.fields[n].value}, trained with {trained[n].value}"
         for view in seen
-        for n in ("aux_layers", "fc_norm", "before_residual", "fed_back", "rope", "map")
+        for n in ("aux_layers", "fc_norm", "before_residual", "fed_back", "qk_norm", "rope", "map")
         if view.fields[n].known and view.fields[n].value != trained[n].value
     }
     why |= {reason for view in seen for reason in view.refuses}

@@ -61,7 +61,7 @@ def read(resolved: Resolved, rundir: RunDir, rows: list[Row], checker: Checker) 
             else:
                 done, checks = _extract(engine, checker, group, resolved, progress)
                 counts.update(checks)
-                writing.append(pool.submit(_write, path, done, checks))
+                writing.append(pool.submit(_write, path, done, checks, resolved.fp8))
                 made += tokens
             if len(writing) > WRITERS:
                 shards.append(writing.popleft().result())
@@ -69,9 +69,9 @@ def read(resolved: Resolved, rundir: RunDir, rows: list[Row], checker: Checker) 
     return Extracted(shards, counts, {}, made, time.perf_counter() - began)
 
 
-def _write(path: Path, done: list[RowStates], checks: dict[str, int]) -> dict[str, Any]:
+def _write(path: Path, done: list[RowStates], checks: dict[str, int], fp8: bool) -> dict[str, Any]:
     with atomic(path) as tmp:
-        states.write_shard(tmp, done, checks)
+        states.write_shard(tmp, done, checks, fp8)
     return described(path)
 
 
@@ -123,7 +123,7 @@ def _launch(
 ) -> Passed:
     rows = [group[i] for i in places]
     seen = engine.states([r.ids for r in rows], partial(own_logits, checker))
-    aux = seen.aux_BTLD.to(getattr(torch, resolved.recipe.extract.dtype))
+    aux = seen.aux_BTLD.to(getattr(torch, resolved.aux_dtype))
     return Passed(places, Later(aux, seen.last_BTD, seen.top1_BT, seen.finite_BT, _counts(rows, seen)))
 
 

@@ -114,7 +114,7 @@ def read_again(
                 read = read or begin()
                 done = read(group)
                 with atomic(path) as tmp:
-                    states.write_shard(tmp, done, {})
+                    states.write_shard(tmp, done, {}, resolved.fp8)
                 progress.add(tokens)
                 made += tokens
             paths.append(path)
@@ -147,7 +147,7 @@ def _by_plugin(stack: contextlib.ExitStack, resolved: Resolved, rundir: RunDir) 
 def _by_connector(stack: contextlib.ExitStack, resolved: Resolved, rundir: RunDir) -> Read:
     folder = rundir / "states" / "steps"
     server = stack.enter_context(serve.running(resolved, rundir, "extract", keep=folder, connector=True))
-    dtype = getattr(torch, resolved.recipe.extract.dtype)
+    dtype = getattr(torch, resolved.aux_dtype)
 
     def read(group: list[Row]) -> list[RowStates]:
         named = [(r.row_id, torch.tensor(r.ids), len(r.prompt_ids)) for r in group]
@@ -172,26 +172,24 @@ def check(path: Path, rows: dict[str, Row], checker: Checker, device: str) -> Co
             raise ContractError(
                 f"{path}: row {ref.row_id} is not that of conversations/. Extract again with --from extract."
             )
-        if not bool(one.aux_TLD.isfinite().all() and one.last_TD.isfinite().all()):
+        if not bool(one.aux_TLD.isfinite().all() and one.last_SD.isfinite().all()):
             raise ContractError(
                 f"row {ref.row_id} (prompt {row.prompt_id}): its states are not finite. Try --set target.dtype=float32."
             )
-        counts.update(_count(ref, one.last_TD, row, filled[ref.begin : ref.end], checker, device))
+        counts.update(_count(one, row, filled[ref.begin : ref.end], checker, device))
     if not torch.equal(filled, before):
         states.replace_top1(path, filled)
     return counts
 
 
-def _count(
-    ref: RowRef, last_TD: Tensor, row: Row, top1_T: Tensor, checker: Checker, device: str
-) -> Counter[str]:
+def _count(one: RowStates, row: Row, top1_T: Tensor, checker: Checker, device: str) -> Counter[str]:
     """Checks of one row at the positions that decide its answer's tokens; fills top1_T there where it has none."""
     n = len(row.ids)
-    at = torch.arange(max(ref.start - 1, 0), n if int(top1_T[-1]) != NO_ID else n - 1)
+    at = torch.arange(max(one.start - 1, 0), n if int(top1_T[-1]) != NO_ID else n - 1)
     counts = Counter[str]()
     following = torch.tensor([*row.ids[1:], NO_ID])
     for some in at.split(LOGITS_TOKENS[device]):
-        logits = own_logits(checker, last_TD[some].to(device))
+        logits = own_logits(checker, one.last_SD[some - one.last_from].to(device))
         best, top = logits.float().topk(2).values, logits.argmax(-1).cpu()
         ulp = best[:, 0].abs().clamp_min(1e-6).log2().floor().exp2() * torch.finfo(logits.dtype).eps
         near = (best[:, 0] - best[:, 1] <= ulp.clamp_min(NEAR_TIE)).cpu()

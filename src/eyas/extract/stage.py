@@ -22,7 +22,7 @@ from eyas.progress import duration, say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir
 from eyas.servers import serve
-from eyas.stores import conversations
+from eyas.stores import conversations, states
 from eyas.stores.conversations import Row
 from eyas.target import Decision
 
@@ -50,6 +50,10 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     tokens = sum(len(r.ids) for r in rows)
     saved = _saved(rundir, tokens) if way.value == "generate" else None
     folder = rundir / "states"
+    lost = states.round_trip(folder, found.shards)
+    if lost:
+        worst = max(lost)
+        say(f"  aux states in fp8: relative error of the round trip {min(lost):.2%} to {worst:.2%} by layer")
     manifest = rundir.finish(
         "extract",
         {
@@ -60,6 +64,7 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
             "tokens": tokens,
             "saved_s": saved,
             "bytes": sum((folder / s["file"]).stat().st_size for s in found.shards),
+            "round_trip_error": dict(zip(map(str, resolved.aux_layers), lost, strict=True)) if lost else None,
             "checks": dict(found.counts) | agreement | found.likeness,
             "rates": {"tokens_per_s": found.made / found.seconds if found.made else None},
         },

@@ -57,12 +57,12 @@ class Keeper:
         rows = [r for r in rows if not r.flag]
         self.steps.wait({self._name(r): lengths[r.row_id] for r in rows})
         self.drop(number)
-        per_token = self.steps.bytes_per_token()
+        per_token = self.resolved.token_bytes
         self.without_rows |= {number} if not rows else set()
         for i, group in enumerate(states.groups(rows, self.resolved.recipe.extract.shard_bytes, per_token)):
             found = [self._row(r) for r in group]
             with atomic(self.folder / f"part-{number:05d}-{i:03d}.safetensors") as tmp:
-                states.write_shard(tmp, found, {})
+                states.write_shard(tmp, found, {}, self.resolved.fp8)
         if not self.again and rows:
             self.again = self._read_again(rows)
             write_json(self.folder / LIKENESS, self.again)

@@ -39,7 +39,7 @@ def run(resolved: Resolved, rundir: RunDir, prompts: list[Any]) -> dict[str, Any
     counts = _tokens(resolved, prompts) if here or facts is None else _tokens_of_facts(resolved, facts)
     disk = _disk(resolved, counts)
     free = shutil.disk_usage(rundir.root).free
-    _print_counts(counts, disk, free, resolved.token_bytes - states.ID_BYTES)
+    _print_counts(counts, disk, free, resolved)
     if here:
         _refuse_what_does_not_fit(resolved, rundir, counts, disk, free)
         rates = _measured(resolved, counts)
@@ -57,7 +57,7 @@ def run(resolved: Resolved, rundir: RunDir, prompts: list[Any]) -> dict[str, Any
             f"  generate and bench run in {resolved.recipe.engine.name}, whose rates are known only once it runs"
         )
     if disk["states"] > LARGE_STATES:
-        _print_savings(disk["states"], seconds["extract"])
+        _print_savings(resolved, counts, seconds["extract"])
     if not here and sum(disk.values()) * DISK_MARGIN > free:
         say(f"  here it would not fit: {_what_fits(resolved, counts, disk, free)}")
     body = {"tokens": counts, "disk_bytes": disk, "memory_bytes": memory, "seconds": seconds, "rates": rates}
@@ -116,10 +116,17 @@ def _disk(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:
     parameters = _parameters(resolved)
     return {
         "conversations": counts["row_tokens"] * 4,
-        "states": counts["row_tokens"] * resolved.token_bytes,
+        "states": _state_bytes(resolved, counts, resolved.recipe.extract.dtype),
         "drafters": parameters * 2 * (resolved.recipe.train.epochs + 1),
         "training state": parameters * 12,
     }
+
+
+def _state_bytes(resolved: Resolved, counts: dict[str, int], dtype: str) -> int:
+    """A prompt's tokens have no last state."""
+    hidden, last = resolved.target.hidden, resolved.last_bytes
+    each = states.bytes_per_token(len(resolved.aux_layers), hidden, dtype, last)
+    return counts["row_tokens"] * each - (counts["row_tokens"] - counts["completion_tokens"]) * hidden * last
 
 
 def _refuse_what_does_not_fit(
@@ -205,14 +212,15 @@ def _seconds(
     return {name: amount / rate if (rate := rates[by]) else None for name, (amount, by) in amounts.items()}
 
 
-def _print_counts(counts: dict[str, int], disk: dict[str, int], free: int, per_token: int) -> None:
+def _print_counts(counts: dict[str, int], disk: dict[str, int], free: int, resolved: Resolved) -> None:
+    per_token = resolved.token_bytes - states.ID_BYTES
     say(
         f"  tokens, at most: {counts['completion_tokens']:,} to generate ({counts['answers_train']:,} training and "
         f"{counts['answers_held_out']:,} held-out answers), {counts['supervised_tokens']:,} supervised"
     )
     say(
         f"  disk: {', '.join(f'{name} {size(n)}' for name, n in disk.items())}; {size(free)} free "
-        f"({per_token:,} B of states a token)"
+        f"({per_token:,} B of states a token of an answer, {per_token - resolved.target.hidden * resolved.last_bytes:,} of a prompt)"
     )
 
 
@@ -226,10 +234,11 @@ def _print_seconds(seconds: dict[str, float | None], origin: str) -> None:
     say(f"  time, at most, at the rates {origin}: {parts}; {duration(sum(known))} in all{unknown}")
 
 
-def _print_savings(state_bytes_all: int, extract_s: float | None) -> None:
+def _print_savings(resolved: Resolved, counts: dict[str, int], extract_s: float | None) -> None:
     """What would make them smaller, or spare their second reading."""
     saved = f" and the {duration(extract_s)} of extract" if extract_s else ""
+    if not resolved.fp8:
+        say(f"  with extract.dtype fp8 the states would take {size(_state_bytes(resolved, counts, 'fp8'))}")
     say(
-        f"  states in fp8, which this version does not have, would take {size(state_bytes_all / 2)}; with engine.name vllm they are "
-        f"kept while generating (one pass), which saves the second reading of every token{saved}"
+        f"  with engine.name vllm they are kept while generating (one pass), which saves the second reading of every token{saved}"
     )

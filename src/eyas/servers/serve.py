@@ -75,7 +75,7 @@ def _launch(
         model=resolved.target.folder.resolve(), names=(resolved.recipe.name, nonce), host=HOST,
         port=port or launch.free_port(HOST), dtype=resolved.dtype, context=resolved.target.context, drafter=drafter, k=k,
         args=tuple(options.args), env=dict(options.env), contained=containers.runtime(options.command) is not None,
-        keep=Keep(keep.resolve(), (*resolved.aux_layers, resolved.target.layers), resolved.recipe.extract.dtype, connector) if keep else None,
+        keep=Keep(keep.resolve(), (*resolved.aux_layers, resolved.target.layers), resolved.aux_dtype, connector) if keep else None,
     )  # fmt: skip
     env = vllm.environment(engine, serving)
     wrapper = containers.inside(options.command, env | {records.MARK: nonce}, nonce)

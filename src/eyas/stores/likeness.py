@@ -26,10 +26,12 @@ def compare(pairs: list[tuple[RowStates, RowStates, range]], layers: list[int]) 
         at = torch.tensor([p for p in positions if 1 <= p < len(reference) - 2], dtype=torch.long)
         for name in names:
             a, b = _layer(found, name, layers), _layer(reference, name, layers)
-            cosine[name].append(_cosine(a[at], b[at]))
-            error[name].append((a[at] - b[at]).norm(dim=-1) / b[at].norm(dim=-1).clamp_min(1e-9))
+            some = at[at > max(found.last_from, reference.last_from)] if name == "last" else at
+            here, there = (some - r.last_from if name == "last" else some for r in (found, reference))
+            cosine[name].append(_cosine(a[here], b[there]))
+            error[name].append((a[here] - b[there]).norm(dim=-1) / b[there].norm(dim=-1).clamp_min(1e-9))
             for s in SHIFTS:
-                shifted[s].append(_cosine(a[at], b[at + s]))
+                shifted[s].append(_cosine(a[here], b[there + s]))
     if not sum(len(c) for c in cosine["last"]):
         return None
     return {
@@ -42,7 +44,7 @@ def compare(pairs: list[tuple[RowStates, RowStates, range]], layers: list[int]) 
 
 
 def _layer(row: RowStates, name: str, layers: list[int]) -> Tensor:
-    return (row.last_TD if name == "last" else row.aux_TLD[:, layers.index(int(name))]).float()
+    return (row.last_SD if name == "last" else row.aux_TLD[:, layers.index(int(name))]).float()
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:

@@ -1,22 +1,26 @@
 """Hidden states of conversations, in sharded safetensors.
 
     states/shard-00000.safetensors   ids       [T]      int32     token ids, prompt and completion, rows end to end
-                                     aux       [T,L,D]  bf16      aux hidden states (id i = input of layer i)
-                                     last      [T,D]              last hidden state BEFORE the final norm, in the
-                                                                  precision in which the target computed it
+                                     aux       [T,L,D]  bf16      aux hidden states (id i = input of layer i); float32, or
+                                                        fp8       float8_e4m3fn, to be multiplied by
+                                     aux_scale [T,L]    float32   (fp8 alone) largest magnitude of a state / 448
+                                     last      [S,D]              last hidden state BEFORE the final norm, in the
+                                                                  precision in which the target computed it, of each
+                                                                  row's answer and the position before it
                                      top1      [T]      int32     argmax of the target's own logits at each position
                                      offsets   [R+1]    int64     row r is [offsets[r], offsets[r+1])
                                      starts    [R]      int32     length of row r's prompt
            manifest.json             shards with checksum and rows, aux layer ids, checks
 
-T tokens of a shard, L aux layers, D target width, R rows.
+T tokens of a shard, S of them from a row's start - 1 on (what is supervised), L aux layers, D target width, R rows.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -42,25 +46,56 @@ class RowStates:
 
     row_id: str
     ids_T: "torch.Tensor"
-    aux_TLD: "torch.Tensor"
-    last_TD: "torch.Tensor"
+    kept_TLD: "torch.Tensor"  # aux states as they are stored
+    last_SD: "torch.Tensor"  # of the last S positions: see last_from
     top1_T: "torch.Tensor"
     start: int
+    scale_TL: "torch.Tensor | None" = None  # of fp8 states
 
     def __len__(self) -> int:
         return len(self.ids_T)
 
-    def slice(self, name: str) -> Any:
-        return {"ids": self.ids_T, "aux": self.aux_TLD, "last": self.last_TD, "top1": self.top1_T}[name]
+    @property
+    def aux_TLD(self) -> "torch.Tensor":
+        """The aux states; of fp8 ones, what they stand for, in bfloat16."""
+        return self.kept_TLD if self.scale_TL is None else unscaled(self.kept_TLD, self.scale_TL)
+
+    @property
+    def last_from(self) -> int:
+        """The first position whose last state is there."""
+        return len(self.ids_T) - len(self.last_SD)
+
+    def ids(self) -> Any:
+        return self.ids_T
 
     def load(self) -> "RowStates":
         """Itself: a row that is loaded stands wherever a RowRef does."""
         return self
 
 
-def bytes_per_token(layers: int, hidden: int, aux_bytes: int, last_bytes: int) -> int:
-    """Disk of one token: aux states, last state, id and top1."""
-    return layers * hidden * aux_bytes + hidden * last_bytes + ID_BYTES
+FP8_MOST = 448.0  # float8_e4m3fn
+
+
+def scaled(aux_TLD: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+    """States as fp8, and their scales [T, L]: of every token and layer the largest magnitude becomes 448."""
+    import torch
+
+    x = aux_TLD.float()
+    scale_TL = x.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny * FP8_MOST) / FP8_MOST
+    return (x / scale_TL[..., None]).to(torch.float8_e4m3fn), scale_TL
+
+
+def unscaled(kept_TLD: "torch.Tensor", scale_TL: "torch.Tensor") -> "torch.Tensor":
+    """What fp8 states stand for, in bfloat16."""
+    import torch
+
+    return (kept_TLD.float() * scale_TL[..., None]).to(torch.bfloat16)
+
+
+def bytes_per_token(layers: int, hidden: int, dtype: str, last_bytes: int) -> int:
+    """Disk of one answer's token: aux states in dtype (bfloat16, float32, fp8), last state, id and top1. Prompts have no last state."""
+    aux = layers * (hidden + 4) if dtype == "fp8" else layers * hidden * (2 if dtype == "bfloat16" else 4)
+    return aux + hidden * last_bytes + ID_BYTES
 
 
 def groups(rows: Sequence["Row"], limit: int, per_token: int) -> Iterator[list["Row"]]:
@@ -78,21 +113,39 @@ def groups(rows: Sequence["Row"], limit: int, per_token: int) -> Iterator[list["
         yield group
 
 
-def write_shard(path: Path, rows: list[RowStates], checks: dict[str, int]) -> None:
-    """Write rows to `path` (a temporary name: the caller makes it atomic); `checks` are counts kept in the header."""
+def write_shard(path: Path, rows: list[RowStates], checks: dict[str, int], fp8: bool = False) -> None:
+    """Write rows to `path` (a temporary name: the caller makes it atomic); `checks` are counts kept in the header. With fp8 the header
+    also has the relative error of the round trip, by layer."""
     import torch
 
     lengths = torch.tensor([0] + [len(r) for r in rows], dtype=torch.int64)
     tensors = {
         "ids": torch.cat([r.ids_T for r in rows]).to(torch.int32),
-        "aux": torch.cat([r.aux_TLD for r in rows]),
-        "last": torch.cat([r.last_TD for r in rows]),
+        "last": torch.cat([r.last_SD[_first(r.start) - r.last_from :] for r in rows]),
         "top1": torch.cat([r.top1_T for r in rows]).to(torch.int32),
         "offsets": lengths.cumsum(0),
         "starts": torch.tensor([r.start for r in rows], dtype=torch.int32),
     }
     about = {"rows": [r.row_id for r in rows], "checks": checks}
+    if fp8:
+        both = [scaled(r.aux_TLD) for r in rows]
+        tensors |= {"aux": torch.cat([x for x, _ in both]), "aux_scale": torch.cat([s for _, s in both])}
+        lost = [_lost(r.aux_TLD.float(), *kept) for r, kept in zip(rows, both, strict=True)]
+        about["round_trip"] = (torch.stack(lost).sum(0) / max(int(lengths.sum()), 1)).tolist()
+    else:
+        tensors["aux"] = torch.cat([r.aux_TLD for r in rows])
     tensor_files.save(tensors, path, {"about": json.dumps(about)})
+
+
+def _lost(aux_TLD: "torch.Tensor", kept_TLD: "torch.Tensor", scale_TL: "torch.Tensor") -> "torch.Tensor":
+    """[L]: |x - x'| / |x| of every state, summed over the tokens."""
+    wrong = (aux_TLD - unscaled(kept_TLD, scale_TL).float()).norm(dim=-1)
+    return (wrong / aux_TLD.norm(dim=-1).clamp_min(1e-30)).sum(0)
+
+
+def _first(start: int) -> int:
+    """The first position whose last state is stored: it decides the answer's first token."""
+    return max(start - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -104,16 +157,30 @@ class RowRef:
     begin: int
     end: int
     start: int  # index of the first completion token, from begin
+    last_begin: int  # place of its first last state
 
     def __len__(self) -> int:
         return self.end - self.begin
 
-    def slice(self, name: str) -> Any:
-        return _opened(self.path).get_slice(name)[self.begin : self.end]
+    def ids(self) -> Any:
+        return _opened(self.path).get_slice("ids")[self.begin : self.end]
 
     def load(self) -> RowStates:
-        ids, aux, last, top1 = (self.slice(name) for name in ("ids", "aux", "last", "top1"))
-        return RowStates(self.row_id, ids, aux, last, top1, self.start)
+        f = _opened(self.path)
+        return self.of({name: f.get_slice(name) for name in _names(f)})
+
+    def of(self, shard: Mapping[str, Any]) -> RowStates:
+        """The row, from its shard's tensors or what is sliced like them."""
+        at = slice(self.begin, self.end)
+        last = shard["last"][self.last_begin : self.last_begin + len(self) - _first(self.start)]
+        scale = shard["aux_scale"][at] if "aux_scale" in shard else None
+        return RowStates(
+            self.row_id, shard["ids"][at], shard["aux"][at], last, shard["top1"][at], self.start, scale
+        )
+
+
+def _names(shard: Any) -> list[str]:
+    return [n for n in ("ids", "aux", "last", "top1", "aux_scale") if n in shard.keys()]  # noqa: SIM118
 
 
 def load_all(rows: Sequence[RowRef], device: str) -> list[RowStates]:
@@ -123,14 +190,10 @@ def load_all(rows: Sequence[RowRef], device: str) -> list[RowStates]:
     whole = {}
     for path in {r.path for r in rows}:
         f = _opened(path)
-        whole[path] = {n: f.get_tensor(n) for n in ("ids", "aux", "last", "top1")}
-        whole[path] |= {n: whole[path][n].to(torch.device(device)) for n in ("aux", "last")}
-
-    def row(r: RowRef) -> RowStates:
-        ids, aux, last, top1 = (whole[r.path][n][r.begin : r.end] for n in ("ids", "aux", "last", "top1"))
-        return RowStates(r.row_id, ids, aux, last, top1, r.start)
-
-    return [row(r) for r in rows]
+        whole[path] = {n: f.get_tensor(n) for n in _names(f)}
+        large = whole[path].keys() - {"ids", "top1"}
+        whole[path] |= {n: whole[path][n].to(torch.device(device)) for n in large}
+    return [r.of(whole[r.path]) for r in rows]
 
 
 def bytes_of(rows: Sequence[RowRef]) -> int:
@@ -202,18 +265,23 @@ def rows_of(path: Path) -> list[RowRef]:
     about = _about(path)
     f = _opened(path)
     edges, starts = f.get_tensor("offsets").tolist(), f.get_tensor("starts").tolist()
-    tokens = {name: f.get_slice(name).get_shape()[0] for name in ("ids", "aux", "last", "top1")}
+    tokens = {name: f.get_slice(name).get_shape()[0] for name in _names(f)}
+    fits = len(edges) == len(about["rows"]) + 1 and len(starts) == len(about["rows"])
+    lasts = [0]
+    if fits:
+        lasts += [b - a - _first(s) for a, b, s in zip(edges, edges[1:], starts, strict=False)]
+        lasts = list(itertools.accumulate(lasts))
     if (
-        len(edges) != len(about["rows"]) + 1
-        or len(starts) != len(about["rows"])
-        or set(tokens.values()) != {edges[-1]}
+        not fits
+        or {n for name, n in tokens.items() if name != "last"} != {edges[-1]}
+        or tokens["last"] != lasts[-1]
     ):
         raise ContractError(
             f"{path}: {len(about['rows'])} rows and {tokens} tokens do not fit its offsets. {AGAIN}"
         )
     return [
-        RowRef(path, row_id, a, b, start)
-        for row_id, a, b, start in zip(about["rows"], edges, edges[1:], starts, strict=False)
+        RowRef(path, row_id, a, b, start, last)
+        for row_id, a, b, start, last in zip(about["rows"], edges, edges[1:], starts, lasts, strict=False)
     ]
 
 
@@ -226,7 +294,12 @@ def _about(path: Path) -> dict[str, Any]:
         about = json.loads(f.metadata()["about"])
         if not {"ids", "aux", "last", "top1", "offsets", "starts"} <= set(f.keys()):
             raise KeyError("a tensor is missing")
-        return {"rows": list(about["rows"]), "checks": dict(about["checks"])}
+        lost = dict(about).get("round_trip")
+        return {
+            "rows": list(about["rows"]),
+            "checks": dict(about["checks"]),
+            "round_trip": lost and list(lost),
+        }
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
         raise ContractError(f"{path}: not a readable states shard ({e}). {AGAIN}") from e
 
@@ -234,3 +307,15 @@ def _about(path: Path) -> dict[str, Any]:
 def read_checks(path: Path) -> dict[str, int]:
     """The counts in a shard's header. Raises ContractError where there is none."""
     return _about(path)["checks"]
+
+
+def round_trip(folder: Path, shards: Sequence[dict[str, Any]]) -> list[float] | None:
+    """Of fp8 states: mean relative error of a stored state, by layer; None of others."""
+    found = [
+        (_about(folder / s["file"])["round_trip"], sum(len(r) for r in rows_of(folder / s["file"])))
+        for s in shards
+    ]
+    if not found or any(lost is None for lost, _ in found):
+        return None
+    total = sum(n for _, n in found)
+    return [sum(lost[i] * n for lost, n in found) / max(total, 1) for i in range(len(found[0][0]))]

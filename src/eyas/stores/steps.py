@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eyas.errors import ContractError, SurroundingsError
-from eyas.stores import states
 from eyas.stores.states import RowStates
 
 if TYPE_CHECKING:
@@ -103,15 +102,6 @@ class Steps:
         layers, hidden = len(self.about["layers"]) - 1, self.about["hidden"]
         aux, last = _bytes(self.about["aux_dtype"]), _bytes(self.about["last_dtype"])
         return 4 * rows, 4 * requests, rows * layers * hidden * aux, rows * hidden * last
-
-    def bytes_per_token(self) -> int:
-        """Disk of one token's states in a shard."""
-        layers, aux, last = (
-            len(self.about["layers"]) - 1,
-            _bytes(self.about["aux_dtype"]),
-            _bytes(self.about["last_dtype"]),
-        )
-        return states.bytes_per_token(layers, self.about["hidden"], aux, last)
 
     def _note(self, path: Path, file: _File, about: dict[str, Any], begin: int) -> None:
         first = 0

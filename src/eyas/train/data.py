@@ -37,7 +37,7 @@ def load(resolved: Resolved, rundir: RunDir, known: frozenset[str] = frozenset()
     keys, left_out = set(), dict[str, None]()
     for row in states.refs(rundir / "states", manifest["content"]):
         said = rows.get(row.row_id)
-        if said is None or said.ids != row.slice("ids").tolist():
+        if said is None or said.ids != row.ids().tolist():
             raise ContractError(
                 f"states row {row.row_id} is not in {rundir / 'conversations'} with these ids. Run extract again."
             )

@@ -201,6 +201,7 @@ def changes(start: Parent, c: Contract, mapped: tuple[int, int] | None) -> list[
         "train.norms.before_residual": (old.norms.before_residual, c.norms.before_residual),
         "train.norms.fc": (old.norms.fc, c.norms.fc),
         "train.norms.output": (old.norms.output, c.norms.output),
+        "train.norms.qk": (old.norms.qk, c.norms.qk),
     }
     out = [f"{key} {new} for {was}" for key, (was, new) in pairs.items() if was != new]
     if mapped:

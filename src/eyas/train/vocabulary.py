@@ -63,7 +63,7 @@ def _count(rows: Iterable[Tensor], vocab: int) -> Tensor:
 def draft(resolved: Resolved, data: Data, start: Parent | None = None) -> Vocabulary:
     """The parent's where it has as many ids as the recipe asks for, or chosen from the training answers; printed with what it covers."""
     if start and start.contract.draft_vocab == min(resolved.recipe.train.draft_vocab, resolved.target.vocab):
-        answers = (r.slice("ids")[r.start :] for r in data.train)
+        answers = (r.ids()[r.start :] for r in data.train)
         vocab = measure(answers, start.held.drafter.kept_W, resolved.target.vocab)
         _say(vocab, data, "kept from the parent")
         return vocab
@@ -72,8 +72,8 @@ def draft(resolved: Resolved, data: Data, start: Parent | None = None) -> Vocabu
         *resolved.target.tokenizer(resolved.recipe.target.trust_remote_code).all_special_ids,
     }
     vocab = choose(
-        (r.slice("ids")[r.start :] for r in data.train),
-        (r.slice("ids")[: r.start] for r in data.train),
+        (r.ids()[r.start :] for r in data.train),
+        (r.ids()[: r.start] for r in data.train),
         always,
         resolved.recipe.train.draft_vocab,
         resolved.target.vocab,
@@ -83,7 +83,7 @@ def draft(resolved: Resolved, data: Data, start: Parent | None = None) -> Vocabu
 
 
 def _say(vocab: Vocabulary, data: Data, origin: str = "") -> None:
-    held = torch.cat([r.slice("ids")[r.start :].long() for r in data.held_out])
+    held = torch.cat([r.ids()[r.start :].long() for r in data.held_out])
     inside = torch.isin(held, vocab.kept_W).float().mean().item()
     if not origin and vocab.filled:
         origin = f"{vocab.filled:,} places filled with ids that no answer had"
