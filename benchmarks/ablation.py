@@ -32,7 +32,6 @@ from eyas.rundir import RunDir
 from eyas.stores.states import RowStates, scaled
 from eyas.train import stage, vocabulary
 from eyas.train.data import load, resident
-from eyas.train.updates import WEIGHT_DECAY
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "base": (),
@@ -48,8 +47,20 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "outside vocabulary: trained": (),
     "lr half": ("train.lr=0.001",),
     "lr double": ("train.lr=0.004",),
-    "muon": (),
-    "muon, lr half": ("train.lr=0.001",),
+    "muon": ("train.optimizer=muon",),
+    "muon, lr half": ("train.optimizer=muon", "train.lr=0.001"),
+    "muon, lr double": ("train.optimizer=muon", "train.lr=0.004"),
+    "muon, lr 4 times": ("train.optimizer=muon", "train.lr=0.008"),
+    "muon, norms.output": ("train.optimizer=muon", "train.norms.output=true"),
+    "muon, norms.output, before_residual": (
+        "train.optimizer=muon",
+        "train.norms.output=true",
+        "train.norms.before_residual=true",
+    ),
+    "muon, norms.qk": ("train.optimizer=muon", "train.norms.qk=true"),
+    "muon, ttt_decay 1": ("train.optimizer=muon", "train.ttt_decay=1.0"),
+    "muon, head frozen": ("train.optimizer=muon",),
+    "muon, tokens_per_step half": ("train.optimizer=muon", "train.tokens_per_step=4096"),
     "draft_vocab 4096": ("train.draft_vocab=4096",),
     "draft_vocab 8192": ("train.draft_vocab=8192",),
     "draft_vocab 32768": ("train.draft_vocab=32768",),
@@ -67,6 +78,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "half of the rows": (),
     "quarter of the rows": (),
 }
+BASE = ("train.optimizer=adamw", "train.lr=0.002", "train.norms.output=false")
 CUT = 128
 
 
@@ -119,32 +131,9 @@ def rule(name: str) -> Iterator[None]:
         Gradients._wanted = usual
 
 
-class Muon:
-    """AdamW for head and norms, Muon for the other matrices, behind AdamW's interface. Gradients are clipped for AdamW alone."""
-
-    def __init__(self, trainer: stage.Trainer) -> None:
-        adamw = trainer.updates.optimizer
-        matrices = [p for n, p in trainer.drafter.named_parameters() if p.dim() == 2 and "lm_head" not in n]
-        for m in matrices:
-            adamw.param_groups[0]["params"] = [p for p in adamw.param_groups[0]["params"] if p is not m]
-        self.adamw, self.param_groups = adamw, adamw.param_groups
-        self.muon = torch.optim.Muon(
-            matrices, weight_decay=WEIGHT_DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-        )
-
-    def step(self) -> None:
-        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
-        self.adamw.step()
-        for group in self.muon.param_groups:
-            group["lr"] = self.param_groups[0]["lr"]
-        self.muon.step()
-
-
-def changed_optimizer(name: str, trainer: stage.Trainer) -> None:
-    if name.startswith("muon"):
-        trainer.updates.optimizer = Muon(trainer)
-    if name == "head frozen":
-        group = trainer.updates.optimizer.param_groups[0]
+def adapt(name: str, trainer: stage.Trainer) -> None:
+    if "head frozen" in name:
+        group = trainer.updates.optimizer.adamw.param_groups[0]
         group["params"] = [p for p in group["params"] if p is not trainer.drafter.lm_head.weight]
     trainer._save = lambda place: None  # nothing here is resumed
 
@@ -171,13 +160,13 @@ def main() -> None:
     rows: dict[str, dict] = {}
     for name in a.only or VARIANTS:
         changed, _, _ = pipeline.open_run(
-            str(a.run), (f"train.epochs={a.epochs}", *VARIANTS[name]), str(a.run)
+            str(a.run), (f"train.epochs={a.epochs}", *BASE, *VARIANTS[name]), str(a.run)
         )
         mine = data._replace(train=rows_of(name, data.train))
         with tempfile.TemporaryDirectory() as folder, rule(name):
             vocab = vocabulary.draft(changed, mine)
             trainer = stage.Trainer(changed, RunDir(Path(folder)), mine, vocab)
-            changed_optimizer(name, trainer)
+            adapt(name, trainer)
             began = time.perf_counter()
             trainer.train()
             seconds = time.perf_counter() - began

@@ -215,7 +215,7 @@ def eyas(task: Task) -> tuple[Seconds, dict[str, Any]]:
         trainer.train()
         task.folder.parent.mkdir(parents=True, exist_ok=True)
         (Path(work) / "drafter").rename(task.folder)
-    return trainer.seconds, {"optimizer": "adamw", "tokens_per_step": options.tokens_per_step}
+    return trainer.seconds, {"optimizer": trainer.optimizer.value, "tokens_per_step": options.tokens_per_step}
 
 
 # ---- the peers' data ----

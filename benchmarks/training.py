@@ -198,7 +198,7 @@ def prepared(
             for i, (n, start) in enumerate(docs)
         ]
         steps.append([pack([rows[i] for i in g], DEVICE, ttt, row_multiple(DEVICE, dtype)) for g in groups])
-    return Updates(made, teacher, dtype, TTT(ttt, 0.8), 1e-4), steps
+    return Updates(made, teacher, dtype, TTT(ttt, 0.8)), steps
 
 
 def by_autograd(updates: Updates) -> Callable[[list[Batch]], torch.Tensor]:

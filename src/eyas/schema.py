@@ -209,7 +209,10 @@ class NormsSection(Section):
     fc: Literal["none", "chunks", "whole"] = key(
         "chunks", "one RMSNorm per aux state before fc (EAGLE-3.1 fc_norm); whole = norm_before_fc"
     )
-    output: bool = key(False, "true feeds norm(h) back instead of h (EAGLE-3.1 norm_output)")
+    output: bool = key(
+        True,
+        "norm(h) is fed back instead of h (EAGLE-3.1 norm_output): 0.11 more tau on SmolLM2 after three epochs",
+    )
     qk: bool = key(
         False, "norms of queries and keys, as Qwen3's layer has; vLLM serves them, SGLang does not"
     )
@@ -240,7 +243,11 @@ class TrainSection(Section):
     micro_tokens: int | Literal["auto"] = key(
         "auto", "tokens held in memory at once; the rest of a step is accumulated", "tokens"
     )
-    lr: float = key(0.001, "AdamW peak rate, after 5 % warm-up, cosine to 2 % of it", "", gt=0, lt=1)
+    optimizer: Literal["auto", "muon", "adamw"] = key(
+        "auto",
+        "Muon for the matrices between embedding and head, AdamW for the rest, where products in bfloat16 are native; else AdamW for all",
+    )
+    lr: float = key(0.001, "peak rate, after 5 % warm-up, cosine to 2 % of it", "", gt=0, lt=1)
     norms: NormsSection = NormsSection()
     seed: int = key(0, "initial weights and order of rows", "", ge=0)
 

@@ -34,7 +34,7 @@ def test_eight_conversations_are_learned(target_folder):
     made = Drafter(for_target(t, [0, 1, 2], Norms(False, "chunks", False), t.vocab, STEPS, 64))
     made.reset(0, torch.arange(t.vocab), t.head_VD(), t.final_norm_D())
     teacher = Teacher(t.head_VD(), t.final_norm_D(), t.eps, torch.arange(t.vocab), t.embedding_VD())
-    updates = Updates(made, teacher, torch.float32, TTT(STEPS, 0.8), 5e-3)
+    updates = Updates(made, teacher, torch.float32, TTT(STEPS, 0.8))
     batch = pack(rows)
     for step in range(UPDATES):
         done = updates.apply([batch], schedule.learning_rate(step, UPDATES, 5e-3))

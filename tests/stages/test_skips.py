@@ -11,19 +11,21 @@ from eyas import pipeline
 from eyas.drafter.batch import pack
 from eyas.drafter.gradients import Gradients
 from eyas.errors import ContractError, SurroundingsError
-from eyas.train import checkpoint, stage, vocabulary
+from eyas.train import checkpoint, optimizer, stage, vocabulary
 from eyas.train.data import load
 from eyas.train.skips import IN_A_ROW, Skips
 from eyas.train.updates import SPIKE, STEADY, TTT, Updates
 from tests.drafter.test_gradients import NORMS, made_up, rows_of
 
+KINDS = ["adamw", "muon"]
 
-def new():
+
+def new(kind="adamw"):
     """Updates of a small drafter, and three batches."""
     chance = random.Random(3)
     made, teacher = made_up(NORMS[1], chance)
     batches = [pack(rows_of(chance, made, 3)) for _ in range(3)]
-    return Updates(made, teacher, torch.float32, TTT(3, 0.8), 1e-2), batches
+    return Updates(made, teacher, torch.float32, TTT(3, 0.8), kind), batches
 
 
 def values(updates):
@@ -35,16 +37,17 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["last_MD", "key_aux_KLD"])
-def test_a_step_that_is_not_finite_changes_nothing_and_leaves_nothing_behind(what):
-    updates, (first, bad, second) = new()
+def test_a_step_that_is_not_finite_changes_nothing_and_leaves_nothing_behind(what, kind):
+    updates, (first, bad, second) = new(kind)
     getattr(bad, what)[0] = float("nan")
     updates.apply([first], 1e-2)
     before = values(updates)
     done = updates.apply([bad], 1e-2)
     assert done.skipped == 1 and same(values(updates), before)
     assert updates.apply([second], 1e-2).skipped == 0 and not same(values(updates), before)
-    other, (first, _, second) = new()
+    other, (first, _, second) = new(kind)
     for batch in (first, second):
         other.apply([batch], 1e-2)
     assert same(values(updates), values(other)) and updates.usual == other.usual
@@ -65,8 +68,9 @@ def test_a_loss_far_above_the_usual_one_is_skipped_once_there_is_a_usual_one():
         assert (updates.usual == usual) == bool(skipped)  # a spike is no part of what is usual
 
 
-def test_a_run_that_skipped_a_step_resumes_exactly(tmp_path):
-    updates, (first, bad, second) = new()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_skipped_a_step_resumes_exactly(tmp_path, kind):
+    updates, (first, bad, second) = new(kind)
     bad.last_MD[0] = float("nan")
     for batch in (first, bad):
         updates.apply([batch], 1e-2)
@@ -74,12 +78,29 @@ def test_a_run_that_skipped_a_step_resumes_exactly(tmp_path):
     checkpoint.save(
         path, updates.drafter, updates.optimizer, {"step": 2, "skips": {"count": 1, "in_a_row": 1}}
     )
-    resumed, _ = new()
+    resumed, _ = new(kind)
     checkpoint.load(path, resumed.drafter, resumed.optimizer)
     resumed.gradients.refresh()
     for u in (updates, resumed):
         u.apply([second], 1e-2)
     assert same(values(updates), values(resumed))
+
+
+def test_muon_moves_matrices_and_adamw_the_rest():
+    updates, (batch, *_) = new("muon")
+    updates.apply([batch], 1e-2)
+    remembered = {n: set(updates.optimizer.state[p]) for n, p in updates.drafter.named_parameters()}
+    for name, held in remembered.items():
+        matrix = name.endswith("proj.weight") or name == "fc.weight"
+        assert held == ({"momentum_buffer"} if matrix else {"step", "exp_avg", "exp_avg_sq"}), name
+
+
+@pytest.mark.parametrize(
+    "wanted, products, kind",
+    [("auto", torch.bfloat16, "muon"), ("auto", torch.float32, "adamw"), ("muon", torch.float32, "muon")],
+)
+def test_the_optimizer_follows_what_is_native_or_the_recipe(wanted, products, kind):
+    assert optimizer.choose(wanted, products).value == kind
 
 
 def record(step, loss=float("nan")):

@@ -29,7 +29,7 @@ from eyas.feed import DEPTH, Later, ahead
 from eyas.progress import Progress, say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir, file_hash, fingerprint, read_json, write_json
-from eyas.train import checkpoint, evaluation, group, parent, records, schedule, vocabulary
+from eyas.train import checkpoint, evaluation, group, optimizer, parent, records, schedule, vocabulary
 from eyas.train.data import Data, load, resident
 from eyas.train.parent import Parent
 from eyas.train.skips import Skips
@@ -60,6 +60,7 @@ def _run(resolved: Resolved, rundir: RunDir, data: Data, start: Parent | None) -
     trainer = Trainer(resolved, rundir, resident(data, resolved.device), vocab, start)
     products = str(trainer.teacher.head_WD.dtype).removeprefix("torch.")
     say(f"  products in {products}; weights, gradients, optimizer and loss in float32")
+    say(f"  optimizer {trainer.optimizer.value}: {trainer.optimizer.reason}")
     began = time.perf_counter()
     trainer.train()
     data.checksums.wait()
@@ -84,6 +85,7 @@ def _run(resolved: Resolved, rundir: RunDir, data: Data, start: Parent | None) -
             "supervised_tokens": trainer.supervised,
             "skipped_steps": trainer.skips.state["count"],
             "products": products,
+            "optimizer": trainer.optimizer.value,
             "parameters": sum(p.numel() for p in trainer.drafter.parameters()),
             "rates": {
                 "supervised_tokens_per_s": trainer.trained_now / max(time.perf_counter() - began, 1e-9)
@@ -154,7 +156,10 @@ class Trainer:
             )
         self.drafter.to(self.device)
         ttt = TTT(self.options.ttt_steps, self.options.ttt_decay, self.options.loss)
-        self.updates = Updates(self.drafter, self.teacher, self.teacher.head_WD.dtype, ttt, self.options.lr)
+        self.optimizer = optimizer.choose(self.options.optimizer, self.teacher.head_WD.dtype)
+        self.updates = Updates(
+            self.drafter, self.teacher, self.teacher.head_WD.dtype, ttt, self.optimizer.value
+        )
         self.lengths = [len(r) for r in data.train]
         self.pairs = [len(r) - r.start - 1 for r in data.train]
         self.supervised = sum(self.pairs)

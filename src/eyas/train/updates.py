@@ -1,4 +1,4 @@
-"""One optimizer step: gradients of its batches, clipped, AdamW on float32 weights, and the products' copies made anew.
+"""One optimizer step: gradients of its batches, the move of the float32 weights, and the products' copies made anew.
 
 A step whose loss or gradient is not finite, or whose loss is far above the usual one, changes nothing.
 """
@@ -14,8 +14,8 @@ from eyas.drafter.gradients import Gradients
 from eyas.drafter.loss import Teacher
 from eyas.drafter.network import Drafter
 from eyas.train import group
+from eyas.train.optimizer import Optimizer
 
-BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 SPIKE = 4  # times the usual loss
 STEADY = 50  # steps before there is a usual loss
 MEMORY = 0.98  # of the usual loss, a decayed mean
@@ -44,13 +44,12 @@ class Update(NamedTuple):
 class Updates:
     """A drafter, its optimizer, and how both move."""
 
-    def __init__(self, drafter: Drafter, teacher: Teacher, dtype: torch.dtype, ttt: TTT, lr: float) -> None:
+    def __init__(
+        self, drafter: Drafter, teacher: Teacher, dtype: torch.dtype, ttt: TTT, optimizer: str = "adamw"
+    ) -> None:
         self.drafter, self.ttt, self.group = drafter, ttt, group.current()
         self.gradients = Gradients(drafter, teacher, dtype, ttt.steps, ttt.decay, ttt.kind)
-        self.optimizer = torch.optim.AdamW(
-            drafter.parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
-        )
-
+        self.optimizer = Optimizer(drafter, optimizer)
         device = drafter.fc.weight.device
         self.usual, self.counted = torch.zeros((), device=device), torch.zeros((), device=device)
 
@@ -80,13 +79,7 @@ class Updates:
             [p.grad for p in self.drafter.parameters() if p.grad is not None]
         )
         usual, skipped = self._judge(total, norm)
-        for each in self.optimizer.param_groups:
-            each["lr"] = rate
-        # the fused step divides by the one and does nothing where the other is 1 (torch/optim/adamw.py, for GradScaler): clipped without
-        # a pass of its own, skipped without waiting for a GPU
-        setattr(self.optimizer, "grad_scale", (norm / CLIP).clamp_min(1))  # noqa: B010
-        setattr(self.optimizer, "found_inf", skipped)  # noqa: B010
-        self.optimizer.step()
+        self.optimizer.step(rate, norm, skipped)
         self.gradients.refresh()
         return Update(total, norm, hits_S, seen, usual, skipped, wants)
 
