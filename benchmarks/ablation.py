@@ -177,22 +177,22 @@ def main() -> None:
         rows[name] = {
             "held_out": held_out,
             "sets": sets,
+            "supervised_tokens": trainer.supervised,
             "supervised_tokens_per_s": rate,
             "changed": VARIANTS[name],
         }
-        write(rows, a, trainer.supervised)
+        write(rows, a)
         print(
             f"{name:<32} mean tau k=3 {mean(sets, 3):.3f}  held out {held_out['3']['value']:.3f}", flush=True
         )
     table(rows)
 
 
-def write(rows: dict[str, dict], a: argparse.Namespace, supervised: int) -> None:
+def write(rows: dict[str, dict], a: argparse.Namespace) -> None:
     """docs/results/ablation.json, after each variant."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     body = {"benchmark": "ablation", "rows": rows, "settings": {"rows": a.rows, "epochs": a.epochs}}
-    body |= {"supervised_tokens": supervised, "eyas": __version__, "machine": pipeline.machine()}
-    body |= {"date": time.strftime("%Y-%m-%d")}
+    body |= {"eyas": __version__, "machine": pipeline.machine(), "date": time.strftime("%Y-%m-%d")}
     (RESULTS / "ablation.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 

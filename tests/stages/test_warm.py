@@ -138,9 +138,9 @@ def test_another_vocabulary_maps_the_head_row_by_row(finished, parent, tmp_path,
 
 
 def test_what_the_recipe_states_goes_before_the_parent_and_is_shown(finished, parent, tmp_path):
-    sets = (f"train.init_from={parent}", "train.draft_vocab=128", "train.norms.output=true")
+    sets = (f"train.init_from={parent}", "train.draft_vocab=128", "train.norms.output=false")
     resolved, _, values = pipeline.open_run(str(finished[0]), sets, str(tmp_path / "run"))
-    assert resolved.recipe.train.norms.output and "has False" in values["train.norms.output"].reason
+    assert not resolved.recipe.train.norms.output and "has True" in values["train.norms.output"].reason
     assert not resolved.recipe.train.norms.before_residual
 
 
