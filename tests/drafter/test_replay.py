@@ -19,6 +19,18 @@ def test_a_smaller_k_cuts_the_chain_and_walks_elsewhere():
     assert walk([3, 0, 0, 0], k=3) == Walk(steps=1, accepted_at=(1, 1, 1))
 
 
+def test_steps_are_counted_where_their_context_lies():
+    """Prompt of 254 tokens: steps at 255 (0 drafts right), 256 (2 right), 259 and 260 tokens of context."""
+    assert list(replay.steps([0, 2, 0, 0, 1, 0], k=3)) == [(0, 0), (1, 2), (4, 1)]
+    assert replay.by_context([0, 2, 0, 0, 0, 0], 254, k=3) == {
+        (0, 256): Walk(1, (0, 0, 0)),
+        (256, 512): Walk(3, (1, 1, 0)),
+    }
+    assert [replay.context_range(n) for n in (0, 255, 256, 511, 512, 8191, 8192)] == [
+        (0, 256), (0, 256), (256, 512), (256, 512), (512, 1024), (4096, 8192), (8192, 16384),
+    ]  # fmt: skip
+
+
 def test_tau_counts_the_bonus_token_and_weighs_by_steps():
     walks = [Walk(4, (2, 1)), Walk(1, (1, 1))]
     assert replay.tau(walks) == 1 + 5 / 5

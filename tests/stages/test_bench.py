@@ -7,6 +7,7 @@ from eyas.bench.measure import Request
 from eyas.causes import why_apart
 from eyas.drafter.replay import Interval
 from eyas.schema import VerdictSection
+from eyas.verdict.contexts import Served
 from eyas.verdict.stage import decide
 
 
@@ -69,7 +70,7 @@ def cell(k, s, c, tau, replayed=None, refused=None, fault=0, load=1, p=None, p_r
     }  # fmt: skip
 
 
-FACTS = {"supervised_tokens": 1000, "parent": None}
+FACTS = {"supervised_tokens": 1000, "parent": None, "contexts": [], "served": Served(0, 0)}
 
 
 def test_it_ships_the_k_whose_interval_is_highest():
@@ -202,3 +203,74 @@ def test_a_step_beside_another_request_s_prompt_is_left_out_of_the_cost_of_decod
     assert found[0] == (pytest.approx(0.6), pytest.approx(3.0))  # of its four steps, all but the third
     assert found[1] == (pytest.approx(0.4), pytest.approx(2.0))  # its own wait does not count against it
     assert measure.undisturbed([a])[0] == (pytest.approx(1.3), pytest.approx(4.0))
+
+
+def ranges(*found):
+    """(from, speed, cost, acceptance) of prompts in each range."""
+
+    def spot(v):
+        return {"value": v, "low": v - 0.02, "high": v + 0.02}
+
+    return [
+        {"from": a, "below": 2 * a or 256, "prompts": 5, "S": spot(s), "C": spot(c), "tau": spot(t)}
+        for a, s, c, t in found
+    ]
+
+
+def replayed(*found):
+    return [
+        {"from": a, "below": 2 * a or 256, "conversations": 9, "steps": 90, "tau": {"1": t - 0.2, "3": t}}
+        for a, t in found
+    ]
+
+
+def test_where_in_the_context_it_stops_paying():
+    one = cell(3, 1.2, 1.25, 1.5) | {
+        "contexts": ranges((0, 1.3, 1.2, 1.56), (256, 1.1, 1.25, 1.4), (512, 0.9, 1.3, 1.2))
+    }
+    facts = FACTS | {
+        "contexts": replayed((0, 1.6), (256, 1.4), (512, 1.2), (1024, 1.1)),
+        "served": Served(600, 8192),
+    }
+    v = decide(bench(one), VerdictSection(), facts)
+    assert [(r["from"], r["S"] and r["S"]["value"], r["tau_replayed"]) for r in v["contexts"]] == [
+        (0, 1.3, 1.6), (256, 1.1, 1.4), (512, 0.9, 1.2), (1024, None, 1.1),
+    ]  # fmt: skip
+    assert v["contexts"][3]["S_predicted"] == pytest.approx(1.1 / 1.3)  # at the cost of the nearest range
+    said = "\n".join(v["reasons"])
+    assert (
+        "stops paying at 512 tokens of context (0.90x [0.88, 0.92] from 512 to 1,024; it pays below that)"
+        in said
+    )
+    assert "1.20 tokens a step where 1.30 break even (1.56 and 1.20 from 0 to 256)" in said
+    assert "foretold for longer contexts" in said and "0.85x from 1,024 to 2,048" in said
+    assert (
+        "nothing is known beyond 2,048 tokens of context: the target takes 8,192, it was trained on rows of at most 600"
+        in said
+    )
+
+
+def test_a_slower_range_between_paying_ones_is_not_the_end():
+    one = cell(3, 1.2, 1.25, 1.5) | {
+        "contexts": ranges((0, 1.3, 1.2, 1.56), (256, 0.95, 1.3, 1.2), (512, 1.1, 1.3, 1.43))
+    }
+    assert not any("stops paying" in r for r in decide(bench(one), VerdictSection(), FACTS)["reasons"])
+
+
+def test_one_range_needs_no_curve_and_no_drafter_behind_it():
+    one = cell(3, 1.2, 1.25, 1.5) | {"contexts": ranges((0, 0.9, 1.2, 1.08))}
+    v = decide(bench(one), VerdictSection(), None)
+    assert len(v["contexts"]) == 1 and not any("context" in r for r in v["reasons"])
+
+
+def test_prompts_fall_in_the_range_of_the_middle_of_their_answer():
+    """Ten prompts of 5 tokens with 11 or 601 more: medians 10 and 305; a single one of 1,201 has no range of its own."""
+    rows = []
+    for i, tokens in enumerate([11] * 5 + [601] * 5 + [1201]):
+        plain, fast = (
+            request(str(i), k, tokens, tokens - 1, [0][:k], s * (tokens - 1)) for k, s in ((0, 1.0), (1, 2.0))
+        )
+        rows += [plain, fast]
+    found = measure.cells(rows, 0.95)[0]["contexts"]
+    assert [(c["from"], c["below"], c["prompts"]) for c in found] == [(0, 256, 5), (256, 512, 5)]
+    assert [c["S"]["value"] for c in found] == pytest.approx([0.5, 0.5])

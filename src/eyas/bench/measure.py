@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eyas.drafter.replay import Interval, bootstrap
+from eyas.drafter.replay import FEWEST, Interval, bootstrap, context_range
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,10 @@ def _whole(w: np.ndarray, sums: Sums) -> float:
     return float((w * (sums["tokens"] + sums["answers"])).sum() / (w * seconds).sum())
 
 
+def _interval(name: str, prompts: list[str], base: Sums, of: Sums, confidence: float) -> Interval:
+    return bootstrap(len(prompts), lambda w: FIGURES[name](w, base, of), confidence)
+
+
 def cells(
     requests: Sequence[Request],
     confidence: float,
@@ -133,6 +137,7 @@ def cells(
     request's prompt was read, which is what breaks even (others' prompts fall on fewer passes, the more a drafter gives). tau and p_i: from the answers, or from
     the server's own counters. ttft_s: mean time to the first token; tpot_s: time per output token after it.
     walls: seconds that all rounds of (load, k) took; counted: what the server counted in them.
+    contexts: S, C and tau by tokens of context in the middle of an answer, in ranges that at least FEWEST prompts fall in.
     A point estimate of S above tau is refused: one pass cannot give more than tau tokens in less than a plain pass's time.
     """
     out = []
@@ -162,16 +167,14 @@ def _cell(
 ) -> dict[str, Any]:
     base, mine = (_sums(side, prompts) for side in both)
     stepped = mine["steps"].sum() > 0
-
-    def interval(name: str, of: Sums) -> Interval:
-        return bootstrap(len(prompts), lambda w: FIGURES[name](w, base, of), confidence)
-
     known = {
         "C": stepped,
         "tau": stepped,
         "C_decode": stepped and bool((mine["own_n"] > 0).all() and (base["own_n"] > 0).all()),
     }
-    figures = {name: interval(name, mine) for name in FIGURES if known.get(name, True)}
+    figures = {
+        name: _interval(name, prompts, base, mine, confidence) for name in FIGURES if known.get(name, True)
+    }
     p = None
     if stepped:
         p = [float(a / mine["steps"].sum()) for a in np.sum([r.accepted_at for r in both[1]], axis=0)]
@@ -190,12 +193,30 @@ def _cell(
         "C_decode": None,
         "tau": None,
         **{name: f._asdict() for name, f in figures.items()},
-        "baseline": {name: interval(name, base)._asdict() for name in PLAIN},
+        "contexts": _by_context(both, prompts, confidence),
+        "baseline": {name: _interval(name, prompts, base, base, confidence)._asdict() for name in PLAIN},
         "p": p,
         "tokens_per_s": float(mine["tokens"].sum() / mine["seconds"].sum()),
         "throughput_tokens_per_s": throughput or None,
         "refused": refused(figures["S"], figures.get("tau")),
     }
+
+
+def _by_context(both: list[list[Request]], prompts: list[str], confidence: float) -> list[dict[str, Any]]:
+    ranges: dict[tuple[int, int], set[str]] = {}
+    for r in both[0]:
+        ranges.setdefault(context_range(r.prompt_tokens + r.decoded // 2), set()).add(r.prompt)
+    out = []
+    for (low, below), here in sorted(ranges.items()):
+        names = [p for p in prompts if p in here]
+        if len(names) < FEWEST:
+            continue
+        base, mine = (_sums([r for r in side if r.prompt in here], names) for side in both)
+        known = ("S", "C", "tau") if mine["steps"].sum() > 0 else ("S",)
+        found = {n: _interval(n, names, base, mine, confidence) for n in known}
+        figures = {name: f._asdict() for name, f in found.items()}
+        out.append({"from": low, "below": below, "prompts": len(names), "C": None, "tau": None, **figures})
+    return out
 
 
 def alone(requests: Sequence[Request], confidence: float) -> dict[str, Any]:
@@ -204,7 +225,7 @@ def alone(requests: Sequence[Request], confidence: float) -> dict[str, Any]:
     prompts = sorted({r.prompt for r in requests})
     sums = _sums(requests, prompts)
     names = (*PLAIN, "tau") if sums["steps"].sum() else PLAIN
-    made = {n: bootstrap(len(prompts), lambda w, n=n: FIGURES[n](w, sums, sums), confidence) for n in names}  # type: ignore[misc]
+    made = {n: _interval(n, prompts, sums, sums, confidence) for n in names}
     return {"tau": None, **{n: f._asdict() for n, f in made.items()}}
 
 

@@ -10,6 +10,7 @@ a server does: from the first sampled token, draft k, accept m, jump m + 1.
 Source of the definitions: DESIGN "Words" and arXiv 2503.01840; an average over all positions (p_all) is another number.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from eyas.drafter.network import Drafter, Step, unroll
 from eyas.stores.states import RowStates
 
 TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 32768}
+FIRST_RANGE = 256  # tokens of context
+FEWEST = 5  # conversations in a range of contexts, of which an interval says something
 
 
 @dataclass(frozen=True)
@@ -44,19 +47,41 @@ class Interval(NamedTuple):
     high: float
 
 
-def walk(accepted_M: Sequence[int], k: int) -> Walk:
-    """Walk one completion. accepted_M[m]: leading right drafts at live position m, however deep they were drafted.
+def steps(accepted_M: Sequence[int], k: int) -> Iterator[tuple[int, int]]:
+    """The steps of one completion's walk: the live position, and how many of k drafts are accepted there.
 
-    A position m has one token before the end for each place after it, so accepted_M[m] <= len - m always.
+    accepted_M[m]: leading right drafts at live position m, however deep they were drafted. A position m has one token before the end
+    for each place after it, so accepted_M[m] <= len - m always.
     """
-    at, steps, hits = 0, 0, [0] * k
+    at = 0
     while at < len(accepted_M):
         accepted = min(accepted_M[at], k)
-        for i in range(accepted):
-            hits[i] += 1
-        steps += 1
+        yield at, accepted
         at += accepted + 1
-    return Walk(steps, tuple(hits))
+
+
+def _tally(accepted: Iterable[int], k: int) -> Walk:
+    counts = Counter(accepted)
+    return Walk(counts.total(), tuple(sum(n for m, n in counts.items() if m > i) for i in range(k)))
+
+
+def walk(accepted_M: Sequence[int], k: int) -> Walk:
+    """Walk one completion; accepted_M as in `steps`."""
+    return _tally((accepted for _, accepted in steps(accepted_M, k)), k)
+
+
+def context_range(tokens: int) -> tuple[int, int]:
+    """The range [from, below) of context lengths that `tokens` falls in: 0 to 256, then doubling."""
+    below = max(FIRST_RANGE, 1 << tokens.bit_length())
+    return (0 if below == FIRST_RANGE else below // 2), below
+
+
+def by_context(accepted_M: Sequence[int], start: int, k: int) -> dict[tuple[int, int], Walk]:
+    """One completion's walk by the tokens of context before each step; start: its prompt's tokens."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for at, accepted in steps(accepted_M, k):
+        found.setdefault(context_range(start + at + 1), []).append(accepted)
+    return {span: _tally(values, k) for span, values in found.items()}
 
 
 @torch.no_grad()

@@ -136,3 +136,37 @@ def loads(cells: Sequence[dict[str, Any]], wanted: float) -> str:
     axes.set_ylim(0, max(wanted, *(c["S"]["high"] for c in cells)) * 1.3)
     axes.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=2)
     return _svg(figure)
+
+
+def contexts(rows: Sequence[dict[str, Any]], trained: int) -> str:
+    """Tokens a step by tokens of context, replayed and measured, and the cost that breaks even: where the lines cross, it stops paying.
+    trained: tokens of the longest training row, 0 where unknown."""
+    figure, axes = _axes()
+    for name, label, colour, style in (
+        ("tau_replayed", "replayed", COLOURS[0], "o-"),
+        ("tau", "measured", COLOURS[0], "D"),
+        ("C", "breaks even (cost of a step)", COLOURS[1], "s--"),
+    ):
+        known = [(i, r[name]) for i, r in enumerate(rows) if r[name]]
+        x, y = [i for i, _ in known], [v if name == "tau_replayed" else v["value"] for _, v in known]
+        if known:
+            axes.plot(x, y, style, color=colour, linewidth=2, markersize=5, label=label,
+                      markerfacecolor="none" if name == "tau" else colour)  # fmt: skip
+        if known and name == "C":
+            axes.errorbar(
+                x, y, yerr=[[v["value"] - v["low"] for _, v in known], [v["high"] - v["value"] for _, v in known]],
+                fmt="none", color=colour, capsize=3,
+            )  # fmt: skip
+    if (
+        trained
+        and (inside := [i for i, r in enumerate(rows) if r["from"] < trained])
+        and len(inside) < len(rows)
+    ):
+        axes.axvline(inside[-1] + 0.5, color=INK, linewidth=1, linestyle=":")
+        axes.text(inside[-1] + 0.45, 1.03, f"trained to {trained:,}", color=INK, fontsize=8.5, ha="right")
+    axes.set_xticks(range(len(rows)), [f"{r['from']:,} to\n{r['below']:,}" for r in rows])
+    axes.set_ylim(1, None)
+    axes.set_xlabel("tokens of context", color=INK)
+    axes.set_ylabel("tokens a step", color=INK)
+    axes.legend(frameon=False, fontsize=8.5)
+    return _svg(figure)

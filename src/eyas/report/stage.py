@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from eyas.drafter import replay
 from eyas.progress import duration
 from eyas.recipe import Resolved
 from eyas.report import charts
@@ -24,8 +25,10 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
         name: rundir.manifest(name) for name in ("generate", "extract", "train", "check", "bench", "verdict")
     }
     metrics = read_json(rundir / "drafter" / "best" / "metrics.json")
+    trained = read_json(rundir / "drafter" / "best" / "contract.json")["trained_length"]
     record = read_json(rundir / "run.json")
     verdict, bench = made["verdict"], made["bench"]
+    by_context = verdict.get("contexts", [])
     chosen = (verdict["load"], verdict["best_k"])
     best = next((c for c in verdict["cells"] if (c["concurrency"], c["k"]) == chosen), None)
     min_speedup = resolved.recipe.verdict.min_speedup
@@ -41,10 +44,13 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
         bench=bench,
         train=made["train"],
         metrics=metrics,
+        contexts=by_context,
+        fewest=replay.FEWEST,
         charts={
             "speed": Markup(draw(verdict["cells"], min_speedup)),
             "acceptance": Markup(_acceptance(metrics)),
             "loss": Markup(charts.losses(_lines(rundir / "train" / "steps.jsonl"))),
+            "contexts": Markup(charts.contexts(by_context, trained)) if by_context else "",
             "tau": Markup(charts.taus(_lines(rundir / "train" / "evals.jsonl"))),
         },
         checks=_checks(made),

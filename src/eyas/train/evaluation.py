@@ -1,4 +1,4 @@
-"""Replayed acceptance of a drafter on held-out conversations: by k, by domain, with intervals."""
+"""Replayed acceptance of a drafter on held-out conversations: by k, by domain, by length of context, with intervals."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +34,7 @@ def evaluate(
             "tau": replay.tau(walks),
             "p": replay.positions(walks),
         }
+    starts = [row.start for row in rows]
     chosen = [replay.walk(a, select_k) for a in accepted]
     every = [m for a in accepted for m in a]
     p_all = [sum(m > i for m in every) / len(every) for i in range(max_k)]
@@ -43,10 +44,32 @@ def evaluate(
         "tau": taus,
         "p": ps,
         "domains": by_domain,
+        "contexts": contexts(accepted, starts, max_k, select_k),
         "p_all": p_all,
         "conversations": len(accepted),
         "walks": [[w.steps, sum(w.accepted_at)] for w in chosen],
     }
+
+
+def contexts(
+    accepted: Sequence[Sequence[int]], starts: Sequence[int], max_k: int, select_k: int
+) -> list[dict[str, Any]]:
+    """Replayed acceptance length by tokens of context, in ranges that at least replay.FEWEST conversations reach: `tau` by k, and its
+    95 % interval at select_k. accepted: by conversation and live position; starts: tokens of each prompt."""
+    out = []
+    by_k = {
+        k: [replay.by_context(a, s, k) for a, s in zip(accepted, starts, strict=True)]
+        for k in range(1, max_k + 1)
+    }
+    for low, below in sorted({span for walks in by_k[select_k] for span in walks}):
+        here = {k: [w[low, below] for w in walks if (low, below) in w] for k, walks in by_k.items()}
+        if min(map(len, here.values())) >= replay.FEWEST:
+            out.append({
+                "from": low, "below": below, "conversations": len(here[select_k]), "steps": sum(w.steps for w in here[select_k]),
+                "tau": {str(k): replay.tau(walks) for k, walks in here.items()},
+                "interval": replay.tau_interval(here[select_k], 0.95)._asdict(),
+            })  # fmt: skip
+    return out
 
 
 def gain(before: list[list[int]], after: list[list[int]]) -> replay.Interval:

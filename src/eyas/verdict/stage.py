@@ -15,6 +15,8 @@ from eyas.progress import say
 from eyas.recipe import Resolved
 from eyas.rundir import RunDir, read_json
 from eyas.schema import VerdictSection
+from eyas.verdict import contexts
+from eyas.verdict.contexts import Served
 
 TAU_AGREES = {"hf": 0.03}  # replayed against served, embedded engine
 TAU_AGREES_SERVED = 0.05
@@ -25,13 +27,18 @@ COST_AGREES = 0.10  # of drafting, foretold against measured
 def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
     """Decide; returns the manifest with `ship`, `k`, `reasons`, and per load what is best and what was predicted."""
     train = rundir.manifest("train")
-    facts = {"supervised_tokens": train["supervised_tokens"], "parent": train["parent"]}
+    metrics = read_json(rundir / "drafter" / "best" / "metrics.json")
+    trained = read_json(rundir / "drafter" / "best" / "contract.json")["trained_length"]
+    facts = {
+        "supervised_tokens": train["supervised_tokens"], "parent": train["parent"],
+        "contexts": metrics.get("contexts", []), "served": Served(trained, resolved.target.context),
+    }  # fmt: skip
     body = decide(rundir.manifest("bench"), resolved.recipe.verdict, facts)
     profile = profiles.read(rundir, resolved)
     if profile and profile["engine"] == rundir.manifest("bench")["engine"]:
         body["profile"], said = _foretold(body["cells"], profile)
         body["reasons"] += said
-    body["drafter"] = str(read_json(rundir / "drafter" / "best" / "metrics.json")["epoch"])
+    body["drafter"] = str(metrics["epoch"])
     verdict = rundir.finish("verdict", body)
     show(verdict)
     return verdict
@@ -82,7 +89,7 @@ def decide(bench: dict[str, Any], options: VerdictSection, facts: dict[str, Any]
         return {
             "ship": False, "k": None, "best_k": None, "load": None, "loads": [], "place": place,
             "confidence": options.confidence, "sentence": f"NO: no valid measurement for {place}.", "reasons": reasons,
-            "cells": cells,
+            "cells": cells, "contexts": [],
         }  # fmt: skip
     loads = [found for b in bench["concurrency"] if (found := _at_load(cells, b, options))]
     noise = next((n for c in cells if (n := (c.get("sampled") or {}).get("unlikely"))), None)
@@ -101,11 +108,14 @@ def decide(bench: dict[str, Any], options: VerdictSection, facts: dict[str, Any]
         else:
             sentence = f"For greedy requests alone: {sentence}"
     reasons += _over_loads(loads, cells, bench["engine"]) if len(loads) > 1 else []
+    by_context = contexts.by_context(cell, facts["contexts"] if facts else ())
+    reasons += contexts.reasons(by_context, facts["served"] if facts else Served(0, 0))
     reasons += [f"{_where(c)} is left out: {c['refused']}" for c in cells if c["refused"]]
     return {
         "ship": bool(paying), "k": best["k"] if paying else None, "best_k": best["k"], "load": best["concurrency"],
         "loads": loads, "place": place, "confidence": options.confidence,
         "sentence": sentence, "reasons": reasons, "cells": cells,
+        "contexts": by_context,
     }  # fmt: skip
 
 
