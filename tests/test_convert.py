@@ -136,8 +136,10 @@ def test_what_is_unknown_is_not_written(tmp_path):
         )
     with pytest.raises(ContractError, match="give --target"):
         convert(foreign(tmp_path / "e", "vllm"), tmp_path / "o", "sglang", None, None)
-    with pytest.raises(ContractError, match="MLA"):
-        convert(foreign(tmp_path / "f", "mla"), tmp_path / "o", "vllm", None, target(tmp_path, "kimi_k2"))
+    with pytest.raises(ContractError, match="latent attention"):
+        convert(
+            foreign(tmp_path / "f", "mla"), tmp_path / "o", "speculators", None, target(tmp_path, "kimi_k2")
+        )
 
 
 def test_a_fault_is_not_carried_along(tmp_path):

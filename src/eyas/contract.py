@@ -6,7 +6,7 @@ follows from something, and what is unknown, which is never guessed (drafter/dis
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,18 @@ class Norms:
     fc: str
     output: bool
     qk: bool = False
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Widths of latent attention (MLA, arXiv 2405.04434): what queries, keys and values are compressed to; of a query's or key's head,
+    the part without and the part with rotary positions; a value's head."""
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,7 @@ class Contract:
     head: str = "own"
     rope_scaling: dict[str, Any] | None = None  # rope_type and its parameters, as in config.json
     rope_partial: float = 1.0  # the share of a head that is rotated
+    latent: Latent | None = None  # of architecture eagle3-mla; head_dim is then the width of a value's head
 
     @property
     def rope(self) -> "Rope":
@@ -92,6 +105,7 @@ FIELDS = {
     "heads": "attention heads",
     "kv_heads": "key/value heads",
     "head_dim": "width of a head",
+    "latent": "ranks and widths of latent attention",
     "qk_norm": "norms of queries and keys",
     "bias": "biases of q, k, v",
     "activation": "activation",
@@ -148,7 +162,7 @@ def card(c: Contract) -> Card:
         "architecture": c.architecture.removeprefix("eagle3-"), "depth": 1, "target_layers": c.target_layers,
         "aux_layers": c.aux_layers, "fc_norm": c.norms.fc, "before_residual": c.norms.before_residual,
         "fed_back": "normed" if c.norms.output else "hidden", "hidden": c.hidden, "target_hidden": c.hidden, "mlp": c.mlp,
-        "heads": c.heads, "kv_heads": c.kv_heads, "head_dim": c.head_dim, "qk_norm": c.norms.qk, "bias": False, "activation": "silu",
+        "heads": c.heads, "kv_heads": c.kv_heads, "head_dim": c.head_dim, "latent": astuple(c.latent) if c.latent else None, "qk_norm": c.norms.qk, "bias": False, "activation": "silu",
         "eps": c.eps, "rope": c.rope, "window": None, "context": c.context, "trained_length": c.trained_length,
         "vocab": c.vocab, "draft_vocab": c.draft_vocab, "map": "offsets" if c.draft_vocab < c.vocab else "all",
         "head": c.head, "embedding": c.embedding, "dtype": c.dtype, "quantisation": None,
@@ -157,10 +171,16 @@ def card(c: Contract) -> Card:
 
 
 def for_target(
-    target: Target, aux_layers: list[int], norms: Norms, draft_vocab: int, ttt_steps: int, trained_length: int
+    target: Target,
+    aux_layers: list[int],
+    norms: Norms,
+    draft_vocab: int,
+    ttt_steps: int,
+    trained_length: int,
+    architecture: str = "llama",
 ) -> Contract:
-    """The contract of a new drafter: its shape follows the target's."""
-    return Contract(
+    """The contract of a new drafter: its shape follows the target's. architecture: llama, or mla for a target with latent attention."""
+    made = Contract(
         target_model_type=target.model_type,
         target_fingerprint=target.fingerprint,
         target_identity=target.identity,
@@ -180,6 +200,25 @@ def for_target(
         norms=norms,
         ttt_steps=ttt_steps,
         stop_ids=target.stop_ids,
+    )
+    return _latent(made, target) if architecture == "mla" else made
+
+
+def _latent(c: Contract, target: Target) -> Contract:
+    """With latent attention in the target's widths, and the target's rope with its scaling, by which vLLM scales the scores too."""
+    config = target.config
+    rank = config["kv_lora_rank"]
+    widths = (config[n] for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    latent = Latent(config.get("q_lora_rank") or 3 * rank, rank, *widths)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    said = Rope(c.rope_theta, scaling_of(scaling)).scaling_dict()
+    return replace(
+        c,
+        architecture="eagle3-mla",
+        latent=latent,
+        kv_heads=c.heads,
+        head_dim=latent.value,
+        rope_scaling=said or None,
     )
 
 
@@ -214,9 +253,12 @@ def misfits(c: Contract, target: Target) -> list[tuple[str, Any, Any]]:
 def _wrong(c: Contract) -> str | None:
     """The first field that is not what the class says, or None."""
     kinds = {"int": int, "float": float | int, "str": str, "bool": bool, "Norms": Norms}
-    for holder in (c, c.norms):
+    holders: list[Contract | Norms | Latent] = [c, c.norms, *([c.latent] if c.latent else [])]
+    for holder in holders:
         for about in fields(holder):
             value = getattr(holder, about.name)
+            if about.name == "latent":
+                continue
             if about.name == "rope_scaling":
                 if value is not None and not isinstance(value, dict):
                     return f"rope_scaling is {value!r:.60}"
@@ -237,6 +279,8 @@ def read(path: Path) -> Contract:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         norms = Norms(**raw.pop("norms"))
         raw |= {name: tuple(raw[name]) for name in ("aux_layers", "stop_ids")}
+        if latent := raw.get("latent"):
+            raw["latent"] = Latent(**latent)
         found = Contract(norms=norms, **raw)
         if wrong := _wrong(found):
             raise TypeError(wrong)

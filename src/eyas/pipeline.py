@@ -92,6 +92,7 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
     else:
         facts = target.load(folder)
     read = warm.settle(read, values, facts)
+    _refuse_architecture(read, facts)
     device = hf.choose_device()
     dtype = hf.choose_dtype(read.target.dtype, device.value)
     if read.target.aux_layers == "auto":
@@ -110,6 +111,20 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
         reason = "the embedded engine extracts by a pass over the stored ids"
         values["extract.with"] = Value("pass", "derived", reason)
     return Resolved(read, facts, device.value, dtype.value, layers.value)
+
+
+def _refuse_architecture(read: Recipe, facts: target.Target) -> None:
+    if read.train.architecture != "mla":
+        return
+    if not facts.latent:
+        raise RecipeError(
+            f'"train.architecture" is mla, and {facts.folder} has no latent attention whose widths it could take (no kv_lora_rank in '
+            "config.json). Leave the key out."
+        )
+    if read.train.norms.qk:
+        raise RecipeError(
+            '"train.norms.qk": a drafter with latent attention has no norms of queries and keys'
+        )
 
 
 def _refuse_broken_parent(resolved: Resolved) -> None:

@@ -232,6 +232,10 @@ class TrainSection(Section):
     draft_vocab: int = key(
         8192, "covers over 99 % of small sets; larger costs speed in every draft step", "tokens", ge=8
     )
+    architecture: Literal["llama", "mla"] = key(
+        "llama",
+        "the drafter's layer, which every engine serves and which trains fastest; mla: latent attention in the target's widths, for targets that have it",
+    )
     ttt_steps: int = key(5, "draft steps seen in training; the paper has 7", "steps", ge=1, le=16)
     ttt_decay: float = key(0.8, "weight of step k is decay^k (EAGLE-3 paper)", "", gt=0, le=1)
     loss: Literal["kl", "lk"] = key(

@@ -90,7 +90,9 @@ class Target:
         return h.hexdigest()[:16]
 
     def cache_bytes(self, value_bytes: int) -> int:
-        """Keys and values of one token in all layers."""
+        """Keys and values of one token in all layers; with latent attention what they are made of."""
+        if self.latent:
+            return self.layers * (self.config["kv_lora_rank"] + self.config["qk_rope_head_dim"]) * value_bytes
         return 2 * self.layers * self.kv_heads * self.head_dim * value_bytes
 
     def default_aux_layers(self) -> Decision:
@@ -167,9 +169,17 @@ class Target:
         return {r["content"]: r["id"] for r in rows if isinstance(r, dict) and {"content", "id"} <= r.keys()}
 
     def tokenizer(self, trust_remote_code: bool = False) -> Any:
-        """The tokenizer. Raises UsageError when it is missing, broken, or has no chat template."""
+        """The tokenizer. Raises UsageError when it is missing, broken, has no chat template, or is code that may not run."""
         from transformers import AutoTokenizer
 
+        code = (_optional(self.folder / "tokenizer_config.json").get("auto_map") or {}).get("AutoTokenizer")
+        if code and not trust_remote_code and not (self.folder / "tokenizer.json").is_file():
+            name = code[0] if isinstance(code, list) and code else code
+            raise UsageError(
+                f"{self.folder}: the tokenizer is code that comes with the model ({str(name).partition('.')[0]}.py), and without it "
+                "transformers makes up another one from its files, which splits texts otherwise. Read that file; then set "
+                "target.trust_remote_code: true, which lets it run, here and in the server."
+            )
         try:
             tok = AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=trust_remote_code, local_files_only=True
@@ -211,7 +221,7 @@ def load(folder: str | Path) -> Target:
         layers=read.whole("num_hidden_layers"),
         heads=heads,
         kv_heads=read.whole("num_key_value_heads", heads),
-        head_dim=read.whole("head_dim", max(1, hidden // heads)),
+        head_dim=_head_dim(read, config, max(1, hidden // heads)),
         mlp=read.whole("intermediate_size", 4 * hidden),
         vocab=read.whole("vocab_size"),
         eps=read.real("rms_norm_eps", config.get("rms_norm_eps"), 1e-6),
@@ -221,6 +231,11 @@ def load(folder: str | Path) -> Target:
         identity=_identity(folder),
         files=_weight_files(folder),
     )
+
+
+def _head_dim(read: "_Numbers", config: dict[str, Any], split: int) -> int:
+    """Width of a head; with latent attention that of a value's, since head_dim is then said of what is rotated, or of nothing."""
+    return read.whole("v_head_dim" if config.get("kv_lora_rank") else "head_dim", split)
 
 
 class _Numbers(NamedTuple):
@@ -288,16 +303,20 @@ def _json(path: Path, absent: str) -> dict[str, Any]:
 
 
 def _stop_ids(folder: Path, outer: dict, config: dict) -> tuple[int, ...]:
-    """Every id that ends a turn: generation_config.json first (a chat turn's end may be only there), else config.json."""
+    """Every id that ends a turn, wherever it is named: a chat turn's end may be in generation_config.json alone, the end of a text in
+    config.json alone, and servers stop at both."""
     path = folder / "generation_config.json"
     sources = [_json(path, "")] if path.is_file() else []
+    out: set[int] = set()
     for source in [*sources, outer, config]:
         ids = source.get("eos_token_id")
         if ids is not None:
             found = ids if isinstance(ids, list) else [ids]
             if not found or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
                 raise UsageError(f"{folder}: eos_token_id is {ids!r:.60}; need a token id or a list of them")
-            return tuple(sorted(set(found)))
+            out.update(found)
+    if out:
+        return tuple(sorted(out))
     raise UsageError(
         f"{folder}: no eos_token_id in generation_config.json or config.json, so no answer could end."
     )

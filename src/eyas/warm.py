@@ -18,7 +18,7 @@ from eyas.target import Target
 
 KEYS = {
     "target.aux_layers": "aux_layers", "train.draft_vocab": "draft_vocab", "train.norms.before_residual": "before_residual",
-    "train.norms.fc": "fc_norm", "train.norms.output": "fed_back", "train.norms.qk": "qk_norm",
+    "train.norms.fc": "fc_norm", "train.norms.output": "fed_back", "train.norms.qk": "qk_norm", "train.architecture": "architecture",
 }  # fmt: skip
 
 
@@ -62,10 +62,17 @@ def settle(read: Recipe, values: dict[str, Value], target: Target | None) -> Rec
             f'"target.aux_layers" is {layers}, and {word} takes the states of {len(f.card["aux_layers"].value)} layers. '
             "Leave the key out, or name as many."
         )
+    layer = f.card["architecture"]
+    if layer.known and values["train.architecture"].value != layer.value:
+        raise RecipeError(
+            f'"train.architecture" is {values["train.architecture"].value}, and the layer of {word} is {layer.value}: weights of one are not '
+            "weights of the other. Leave the key out, or start from nothing (train.init_from: null)."
+        )
     norms = {name: values[f"train.norms.{name}"].value for name in ("before_residual", "fc", "output", "qk")}
     train = read.train.model_copy(
         update={
             "draft_vocab": values["train.draft_vocab"].value,
+            "architecture": values["train.architecture"].value,
             "norms": read.train.norms.model_copy(update=norms),
         }
     )
@@ -123,7 +130,9 @@ def contract(resolved: Resolved, longest: int, draft_vocab: int | None = None) -
     norms = Norms(**options.norms.model_dump())
     size = min(draft_vocab or options.draft_vocab, target.vocab)
     if options.init_from is None:
-        return contracts.for_target(target, resolved.aux_layers, norms, size, options.ttt_steps, longest)
+        return contracts.for_target(
+            target, resolved.aux_layers, norms, size, options.ttt_steps, longest, options.architecture
+        )
     old = facts.contract_of(facts_of(options.init_from, target), target, given(resolved))
     return contracts.renewed(old, target, resolved.aux_layers, norms, size, options.ttt_steps, longest)
 

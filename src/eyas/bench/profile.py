@@ -19,7 +19,7 @@ from eyas.bench import embedded, measure
 from eyas.bench.load import Ask, Place, end_to_end
 from eyas.bench.session import Session
 from eyas.drafter import disk
-from eyas.drafter.network import Drafter
+from eyas.drafter.architectures import build
 from eyas.engines import vllm
 from eyas.engines.hf import HFEngine
 from eyas.errors import UsageError
@@ -89,7 +89,7 @@ def _engine(resolved: Resolved) -> str:
 def untrained(resolved: Resolved, work: RunDir) -> None:
     """drafter/best of the recipe's shape with random weights; it costs what a trained one costs, and is accepted next to never."""
     c = warm.contract(resolved, resolved.target.context)
-    drafter = Drafter(c)
+    drafter = build(c)
     head = torch.randn(c.draft_vocab, c.hidden, generator=torch.Generator().manual_seed(0)) * 0.02
     drafter.reset(0, torch.arange(c.draft_vocab), head, torch.ones(c.hidden))
     begun = work / "drafter.new"  # renamed when it is whole: a kill may come in between

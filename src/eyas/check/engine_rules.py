@@ -16,7 +16,7 @@ from eyas.errors import UsageError
 LOADERS = {"vllm": vllm_loader, "sglang": sglang_loader}
 COMPARED = (
     "architecture", "depth", "aux_layers", "fc_norm", "before_residual", "fed_back", "hidden", "target_hidden", "mlp", "heads",
-    "kv_heads", "head_dim", "qk_norm", "bias", "activation", "eps", "rope", "window", "vocab", "draft_vocab", "map", "head",
+    "kv_heads", "head_dim", "latent", "qk_norm", "bias", "activation", "eps", "rope", "window", "vocab", "draft_vocab", "map", "head",
 )  # fmt: skip
 FIXES = {
     "aux_layers": "eyas convert writes each engine's numbering", "before_residual": "state norm_before_residual; SGLang runs false alone",

@@ -19,7 +19,7 @@ from eyas.stores.weights import FLOATS
 
 DECIDING = ("aux_layers", "before_residual", "fed_back", "fc_norm", "rope")  # unknown, they lose acceptance
 COMPARED = (
-    "architecture", "depth", "aux_layers", "fc_norm", "before_residual", "fed_back", "hidden", "mlp", "heads", "kv_heads", "head_dim",
+    "architecture", "depth", "aux_layers", "fc_norm", "before_residual", "fed_back", "hidden", "mlp", "heads", "kv_heads", "head_dim", "latent",
     "qk_norm", "bias", "activation", "eps", "rope", "window", "context", "vocab", "draft_vocab", "dtype",
 )  # fmt: skip
 LATER = ("dtype", "eagle_config")  # keys that drafters of older versions of eyas do not have

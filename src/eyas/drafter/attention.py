@@ -75,6 +75,14 @@ def rope(x_THE: Tensor, turn: Rotation) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x_THE.dtype)
 
 
+def rope_pairs(x_THE: Tensor, turn: Rotation) -> Tensor:
+    """Rotary embedding of neighbouring dimensions (DeepSeek's convention), in float32. What was rotated comes out as halves: the order
+    is the same in queries and keys, and products of both do not depend on it."""
+    cos, sin = turn
+    a, b = x_THE.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_THE.dtype)
+
+
 def visible(key_grid_J: int, queries: int, first_B: Tensor) -> Tensor:
     """[B, 1, 1, Q, J]: key j is at or before query q of its row, which stands at key first + q."""
     q = torch.arange(queries, device=first_B.device)
@@ -85,7 +93,7 @@ def visible(key_grid_J: int, queries: int, first_B: Tensor) -> Tensor:
 def ttt_attention(
     q_BQHE: Tensor, k_BJNE: Tensor, v_BJNE: Tensor, own: list[tuple[Tensor, Tensor]], visible_mask: Tensor
 ) -> Tensor:
-    """Softmax over the visible step-0 keys and the own keys together; returns [B, Q, H*E].
+    """Softmax over the visible step-0 keys and the own keys together; returns [B, Q, H*E], E the width of a value.
 
     own: (key, value), each [B, Q, N, E], of steps 1..k for the same queries.
     """
@@ -104,4 +112,4 @@ def ttt_attention(
     out = weights[..., :j] @ v_BJNE.permute(0, 2, 1, 3)[:, :, None]
     if own:
         out = out + (weights[..., j:, None] * own_value).sum(-2)
-    return out.permute(0, 3, 1, 2, 4).reshape(b, q, h * e)
+    return out.permute(0, 3, 1, 2, 4).reshape(b, q, -1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from eyas.contract import FIELDS, Card, Fact, Rope, scaling_of
-from eyas.drafter.dialects import IDS, Folder, recognise, shift_of
+from eyas.drafter.dialects import IDS, LATENT_KEYS, Folder, recognise, shift_of
 
 
 class Reading(NamedTuple):
@@ -48,6 +48,15 @@ def rope_of(config: Mapping[str, Any]) -> tuple[Rope | None, str]:
     theta = float(thetas[0]) if thetas else 10000.0
     said = "rope_theta" if thetas else "no rope_theta: every reader takes 10000"
     return Rope(theta, kinds[0] if kinds else (), float(partials[0]) if partials else 1.0), said
+
+
+def latent_of(config: Mapping[str, Any]) -> Fact:
+    """Ranks and widths of latent attention; unknown where one is not stated."""
+    values = tuple(config.get(key) for key in LATENT_KEYS)
+    lacking = [key for key, value in zip(LATENT_KEYS, values, strict=True) if not whole(value)]
+    return (
+        unknown(f"{', '.join(lacking)} not stated") if lacking else stated(values, "kv_lora_rank and others")
+    )
 
 
 def whole(value: Any) -> TypeGuard[int]:
@@ -228,6 +237,11 @@ class _Cards:
                 "shape of q_proj by num_attention_heads",
             ),
         )
+
+    def latent(self) -> Fact:
+        if self.architecture().value != "mla":
+            return derived(None, "its attention is not latent")
+        return latent_of(self.flat)
 
     def qk_norm(self) -> Fact:
         return derived("midlayer.self_attn.q_norm.weight" in self.names, "tensors")

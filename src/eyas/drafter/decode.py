@@ -46,8 +46,8 @@ class DraftSession:
         self.drafter, self.embedding = drafter, embedding_VD
         weight = drafter.fc.weight
         self.keys_NCE, self.values_NCE = (
-            torch.zeros(c.kv_heads, capacity, c.head_dim, dtype=weight.dtype, device=weight.device)
-            for _ in range(2)
+            torch.zeros(c.kv_heads, capacity, width, dtype=weight.dtype, device=weight.device)
+            for width in (drafter.key_width, c.head_dim)
         )
         self.kept_W = drafter.kept_W
         self.length = 0  # entries with true states

@@ -31,6 +31,13 @@ DEEPSEEK = {
     "glm4_moe_lite",
 }
 LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+LATENT_KEYS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)  # in the order of contract.Latent
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NEVER_SAVED = (
     "verifier_lm_head.",
@@ -234,21 +241,17 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
         Limit("rope", lambda r: r == Rope(10000.0), "its training code knows theta 10000 alone"),
         _only("depth", 1, "it has one layer"),
     ),
-    "modelopt": (UNNORMED, FED_HIDDEN, NO_FC_NORM, FULL, _only("qk_norm", False, "its layer has no norms of queries and keys")),
+    "modelopt": (_only("architecture", "llama", "eyas does not know how it writes latent attention"), UNNORMED, FED_HIDDEN, NO_FC_NORM, FULL, _only("qk_norm", False, "its layer has no norms of queries and keys")),
 }  # fmt: skip
 NEEDED = (
     "architecture", "depth", "aux_layers", "fc_norm", "before_residual", "fed_back", "hidden", "target_hidden", "mlp", "heads",
-    "kv_heads", "head_dim", "qk_norm", "bias", "activation", "eps", "rope", "window", "context", "vocab", "draft_vocab", "map", "dtype",
+    "kv_heads", "head_dim", "latent", "qk_norm", "bias", "activation", "eps", "rope", "window", "context", "vocab", "draft_vocab", "map", "dtype",
 )  # fmt: skip
 
 
 def cannot_say(card: Card, dialect: str) -> list[str]:
     """Why a drafter cannot be written in a dialect: what is unknown of it, and what the dialect has no words for."""
     out = [f"{FIELDS[name]} is unknown ({card[name].where})" for name in NEEDED if not card[name].known]
-    if card["architecture"].value == "mla":
-        out.append(
-            "its attention is latent (MLA): eyas reads and checks such drafters, and does not write them"
-        )
     out += [
         f"{FIELDS[limit.field]} is {card[limit.field].value}, and {limit.why}"
         for limit in LIMITS[dialect]
@@ -339,6 +342,10 @@ def _layer(v: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": v["kv_heads"], "head_dim": v["head_dim"], "num_hidden_layers": v["depth"], "vocab_size": v["vocab"],
         "max_position_embeddings": v["context"], "rms_norm_eps": v["eps"], "hidden_act": v["activation"], "attention_bias": v["bias"],
     }  # fmt: skip
+    if v["latent"]:  # head_dim has another meaning in this family
+        out = {k: x for k, x in out.items() if k != "head_dim"} | dict(
+            zip(LATENT_KEYS, v["latent"], strict=True)
+        )
     if v["window"]:
         out |= {
             "layer_types": ["sliding_attention"] * v["depth"],

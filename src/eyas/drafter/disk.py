@@ -19,8 +19,9 @@ from torch import Tensor
 from eyas import contract as contracts
 from eyas.contract import Contract
 from eyas.drafter import dialects, shapes
+from eyas.drafter.architectures import build
 from eyas.drafter.network import Drafter
-from eyas.drafter.shapes import ATTENTION, LAYER_NORMS, MLP
+from eyas.drafter.shapes import ATTENTION, LATENT, LAYER_NORMS, MLP
 from eyas.errors import ContractError
 from eyas.stores import tensors as tensor_files
 
@@ -30,7 +31,7 @@ TRAINED_ON = "trained_on.txt"
 def names(c: Contract) -> dict[str, str]:
     """Our parameter name -> the tensor's name on disk."""
     table = {"fc": "fc", "norm": "norm", "lm_head": "lm_head"}
-    table |= {n: f"midlayer.self_attn.{n}" for n in ATTENTION}
+    table |= {n: f"midlayer.self_attn.{n}" for n in (LATENT if c.latent else ATTENTION)}
     table |= {n: f"midlayer.mlp.{n}" for n in MLP}
     table |= {n: f"midlayer.{n}" for n in LAYER_NORMS}
     if c.norms.qk:
@@ -99,7 +100,7 @@ def read(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device 
     tensors = tensors_of(folder)
     for problem in misfits(tensors, c):
         raise ContractError(f"{folder}/model.safetensors: {problem}")
-    drafter = Drafter(c)
+    drafter = build(c)
     state = {ours: tensors[theirs] for ours, theirs in names(c).items()}
     drafter.load_state_dict(state | {"d2t_W": tensors.get("d2t", drafter.d2t_W)})
     return drafter.to(device, dtype).eval()

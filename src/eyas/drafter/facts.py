@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from eyas import contract as contracts
-from eyas.contract import FIELDS, SCALINGS, Card, Contract, Norms, Rope
+from eyas.contract import FIELDS, SCALINGS, Card, Contract, Latent, Norms, Rope
 from eyas.drafter import cards
 from eyas.drafter.cards import Reading
 from eyas.drafter.dialects import Folder, Shape
@@ -92,8 +92,8 @@ def cannot(f: Facts, target: Target) -> list[str]:
     """Why a drafter is none that our network computes, one sentence each."""
     v = {name: fact.value for name, fact in f.card.items()}
     out = []
-    if v["architecture"] != "llama":
-        out.append("its attention is latent (MLA)")
+    if v["architecture"] == "mla" and not f.card["latent"].known:
+        out.append(f"{FIELDS['latent']}: {f.card['latent'].where}")
     if v["depth"] not in (1, None):
         out.append(f"it has {v['depth']} layers")
     for name in ("bias", "window", "quantisation"):
@@ -136,4 +136,5 @@ def contract_of(f: Facts, target: Target, given: Mapping[str, Any] | None = None
         stop_ids=target.stop_ids,
         dtype=v["dtype"] if v["dtype"] in ("float32", "float16", "bfloat16") else "bfloat16",
         rope_scaling=rope.scaling_dict() or None, rope_partial=rope.partial,
+        architecture=f"eagle3-{v['architecture']}", latent=Latent(*v["latent"]) if v["latent"] else None,
     )  # fmt: skip

@@ -29,9 +29,11 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def of_training(c: Contract, keys: int, live: int, steps: int, batches: int, size: int = 2) -> Memory:
+def of_training(c: Contract, keys: int, live: int, steps: int, batches: int, size: int = 2) -> Memory | None:
     """The peak of training with batches of `keys` step-0 keys and `live` positions, so many batches resident at once; size: bytes of
-    one element of the products' type. Batches small enough are replayed as graphs, which keeps a second set of what a batch needs."""
+    one element of the products' type. None for latent attention, which autograd trains: nobody counted that. Batches small enough are replayed as graphs, which keeps a second set of what a batch needs."""
+    if c.latent:
+        return None
     wanted = {n: s for n, s in shapes.of_contract(c).items() if n not in ("d2t", "t2d")}
     parameters = sum(math.prod(s) for s in wanted.values())
     matrices = sum(math.prod(s) for s in wanted.values() if len(s) == 2)

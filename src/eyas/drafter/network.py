@@ -10,11 +10,13 @@ T positions, D target width, L aux layers, W draft vocabulary, H heads, N key he
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from eyas.contract import Contract
 from eyas.drafter.attention import Frequencies, Rotation, frequencies, rope, ttt_attention, visible
@@ -42,7 +44,7 @@ class Drafter(nn.Module):
     def __init__(self, contract: Contract) -> None:
         super().__init__()
         c = self.contract = contract
-        d, heads, kv, e = c.hidden, c.heads, c.kv_heads, c.head_dim
+        d = c.hidden
         layers = len(c.aux_layers)
         self.fc = Linear(layers * d, d, bias=False)
         chunk_norms = layers if c.norms.fc == "chunks" else 0
@@ -50,12 +52,8 @@ class Drafter(nn.Module):
         self.input_norm = RMSNorm(layers * d, c.eps) if c.norms.fc == "whole" else None
         self.input_layernorm = RMSNorm(d, c.eps)
         self.hidden_norm = RMSNorm(d, c.eps)
-        self.q_proj = Linear(2 * d, heads * e, bias=False)
-        self.k_proj = Linear(2 * d, kv * e, bias=False)
-        self.v_proj = Linear(2 * d, kv * e, bias=False)
-        self.q_norm = RMSNorm(e, c.eps) if c.norms.qk else None
-        self.k_norm = RMSNorm(e, c.eps) if c.norms.qk else None
-        self.o_proj = Linear(heads * e, d, bias=False)
+        self._attention(c)
+        self.o_proj = Linear(c.heads * c.head_dim, d, bias=False)
         self.post_attention_layernorm = RMSNorm(d, c.eps)
         self.gate_proj = Linear(d, c.mlp, bias=False)
         self.up_proj = Linear(d, c.mlp, bias=False)
@@ -64,6 +62,25 @@ class Drafter(nn.Module):
         self.lm_head = Linear(d, c.draft_vocab, bias=False)
         self._frequencies: dict[torch.device, Frequencies] = {}
         self.register_buffer("d2t_W", torch.zeros(c.draft_vocab, dtype=torch.int64))
+
+    def _attention(self, c: Contract) -> None:
+        """Make what `query` and `key_value` need."""
+        wide, e = 2 * c.hidden, c.head_dim
+        self.q_proj = Linear(wide, c.heads * e, bias=False)
+        self.k_proj = Linear(wide, c.kv_heads * e, bias=False)
+        self.v_proj = Linear(wide, c.kv_heads * e, bias=False)
+        self.q_norm = RMSNorm(e, c.eps) if c.norms.qk else None
+        self.k_norm = RMSNorm(e, c.eps) if c.norms.qk else None
+
+    @property
+    def rotated_width(self) -> int:
+        """Of a head: what rope sees."""
+        return self.contract.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Of a query's or key's head; a value's is contract.head_dim."""
+        return self.contract.head_dim
 
     def reset(self, seed: int, kept_W: Tensor, head_WD: Tensor, norm_D: Tensor) -> None:
         """Start from nothing: normal weights; head and norm from the target, rows of the kept ids (ascending)."""
@@ -103,7 +120,7 @@ class Drafter(nn.Module):
     def rotation(self, pos_T: Tensor) -> Rotation:
         c = self.contract
         if pos_T.device not in self._frequencies:
-            self._frequencies[pos_T.device] = frequencies(c.head_dim, c.rope, c.context, pos_T.device)
+            self._frequencies[pos_T.device] = frequencies(self.rotated_width, c.rope, c.context, pos_T.device)
         return self._frequencies[pos_T.device].at(pos_T)
 
     def forget_rope(self) -> None:
@@ -164,6 +181,9 @@ def unroll(
     key = _spread(key_K, batch.key_grid_K, count, batch.keys)
     value = _spread(value_K, batch.key_grid_K, count, batch.keys)
     mask = visible(batch.keys, batch.queries, batch.first_B)
+    attend = (
+        partial(checkpoint, ttt_attention, use_reentrant=False) if torch.is_grad_enabled() else ttt_attention
+    )
     at = batch.query_key_M[: batch.pairs]
     pos_M = batch.key_pos_K[at]
     x, residual = _take(x, at), _take(residual, at)
@@ -183,7 +203,7 @@ def unroll(
                 (_spread(own_k, place, count, batch.queries), _spread(own_v, place, count, batch.queries))
             )
         query = _spread(drafter.query(x, turn), place, count, batch.queries)
-        attended = ttt_attention(query, key, value, own, mask)
+        attended = attend(query, key, value, list(own), mask)
         h = drafter.finish(_take(attended.flatten(0, 1), place), residual)
         step = Step(k, live, h)
         yield step

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eyas.contract import Card, Contract, Rope
 from eyas.drafter import facts
+from eyas.drafter.architectures import build
 from eyas.drafter.disk import names
 from eyas.drafter.facts import OPEN, Facts
 from eyas.drafter.network import Drafter
@@ -46,7 +47,7 @@ def read(f: Facts, target: Target, given: Mapping[str, Any] | None = None) -> He
     """Open a drafter for its target. Raises ContractError as contract_of does, and where a tensor is missing or of another shape."""
     c = facts.contract_of(f, target, given)
     held = tensors(f)
-    drafter = Drafter(replace(c, norms=replace(c.norms, fc=_norms_there(f))))
+    drafter = build(replace(c, norms=replace(c.norms, fc=_norms_there(f))))
     drafter.load_state_dict(_state(f, drafter, held, target))
     norms_set(drafter, c.norms.fc)
     drafter.contract = c

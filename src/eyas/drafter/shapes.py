@@ -43,7 +43,7 @@ def of_contract(c: Contract) -> dict[str, tuple[int, ...]]:
     """Every tensor of a drafter that eyas trained, with its shape."""
     known = card(c)
     flags = {"input_norm": c.norms.fc == "whole", "fc_norm": c.norms.fc == "chunks", "qk_norm": c.norms.qk}
-    names = [*parameters("llama", 1, flags, len(c.aux_layers)), "lm_head.weight"]
+    names = [*parameters(known["architecture"].value, 1, flags, len(c.aux_layers)), "lm_head.weight"]
     shapes = wanted_shapes(known, len(c.aux_layers) * c.hidden)
     reduced = {"d2t": (c.draft_vocab,), "t2d": (c.vocab,)} if c.draft_vocab < c.vocab else {}
     return {name: shapes[name] for name in names} | reduced  # vLLM 0.32 refuses a map of the whole vocabulary
@@ -71,4 +71,12 @@ def wanted_shapes(fields: Card, width: int) -> dict[str, tuple[int, ...]]:
         }
         out |= {f"midlayer.self_attn.{n}.weight": (kv, wide) for n in ("k_proj", "v_proj")}
         out |= {f"midlayer.self_attn.{n}.weight": (v["head_dim"],) for n in ("q_norm", "k_norm")}
+    if v["architecture"] == "mla" and all(v[n] for n in ("latent", "heads", "hidden")):
+        q_rank, kv_rank, nope, rope, value = v["latent"]
+        latent = {
+            "q_a_proj": (q_rank, 2 * v["hidden"]), "q_a_layernorm": (q_rank,), "q_b_proj": (v["heads"] * (nope + rope), q_rank),
+            "kv_a_proj_with_mqa": (kv_rank + rope, 2 * v["hidden"]), "kv_a_layernorm": (kv_rank,),
+            "kv_b_proj": (v["heads"] * (nope + value), kv_rank), "o_proj": (v["hidden"], v["heads"] * value),
+        }  # fmt: skip
+        out |= {f"midlayer.self_attn.{n}.weight": shape for n, shape in latent.items()}
     return {name: shape for name, shape in out.items() if None not in shape}

@@ -276,14 +276,18 @@ def _choose(logits_BV: Tensor, heat_B: Tensor, top_p: float, uniform_B: Tensor) 
 
 
 def _load(target: Target, dtype: str, device: str, remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    where = {"trust_remote_code": remote_code, "local_files_only": True}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            target.folder, dtype=getattr(torch, dtype), trust_remote_code=remote_code, local_files_only=True
-        )
+        config = AutoConfig.from_pretrained(target.folder, **where)
+        seeing = (
+            type(config) in AutoModelForImageTextToText._model_mapping
+        )  # its language model is asked alone
+        kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        model: Any = kind.from_pretrained(target.folder, dtype=getattr(torch, dtype), **where)
     except (ValueError, KeyError, ImportError, OSError) as e:
         raise UsageError(
             f"{target.folder}: transformers cannot load this model (model_type {target.model_type}): "

@@ -7,7 +7,7 @@ models/llama.py, deepseek_v2.py, gpt_oss.py (numbering and capture), configs/mod
 from dataclasses import replace
 from typing import Any
 
-from eyas.drafter.cards import ids_of, rope_of, whole
+from eyas.drafter.cards import ids_of, latent_of, rope_of, whole
 from eyas.drafter.dialects import DEEPSEEK, IDS, Folder, cleaned
 from eyas.drafter.shapes import MOST_LAYERS, parameters
 from eyas.engines.loading import Version, View, at, misshapen, shown, sort_tensors
@@ -97,6 +97,11 @@ def _sizes(made: View, config: dict[str, Any], kind: str) -> None:
         "v_head_dim" if kind == "mla" else "head_dim",
         split,
         "head_dim is not stated: width by heads",
+    )
+    made.fields["latent"] = (
+        latent_of(config)
+        if kind == "mla"
+        else made.fields["head_dim"]._replace(value=None, where="class of the drafter")
     )
     number("vocab", "vocab_size", 32000, "vocab_size is not stated: 32000")
     number(

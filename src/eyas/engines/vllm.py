@@ -74,6 +74,7 @@ class Serving:
     context: int
     drafter: Path | None = None
     k: int = 0
+    remote_code: bool = False  # that comes with the model may run
     args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     contained: bool = False  # started by a container runtime
@@ -221,6 +222,8 @@ def command(engine: Installed, s: Serving) -> list[str]:
         str(engine.python), "-m", "vllm.entrypoints.openai.api_server", "--host", s.host, "--port", str(s.port),
         "--model", str(s.model), "--served-model-name", *s.names, "--dtype", s.dtype,
     ]  # fmt: skip
+    if s.remote_code:
+        out.append("--trust-remote-code")
     if engine.device == "cpu":
         length = min(s.context, CPU_MAX_LEN)
         out += ["--enforce-eager", "--max-model-len", str(length), "--max-num-seqs", str(CPU_MAX_REQUESTS)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from eyas.contract import FIELDS, Contract, Rope, card
 from eyas.drafter import dialects
-from eyas.drafter.cards import ids_of, rope_of, whole
+from eyas.drafter.cards import ids_of, latent_of, rope_of, whole
 from eyas.drafter.dialects import IDS, Folder, Shape, cleaned
 from eyas.drafter.shapes import of_contract, parameters
 from eyas.engines.loading import Version, View, at, misshapen, parse, shown, sort_tensors
@@ -204,6 +204,11 @@ def _sizes(made: View, config: dict[str, Any], kind: str, folder: Folder) -> Non
         key,
         128 if kind in ("qwen3", "mla") else split,
         f"{key} is not stated: {'128' if kind != 'llama' else 'width by heads'}",
+    )
+    made.fields["latent"] = (
+        latent_of(config)
+        if kind == "mla"
+        else made.fields["head_dim"]._replace(value=None, where="class of the drafter")
     )
     number("vocab", "vocab_size", None, "vocab_size is not stated")
     number(

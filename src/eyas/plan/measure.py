@@ -6,11 +6,12 @@ from collections.abc import Callable
 import torch
 
 from eyas import warm
+from eyas.drafter.architectures import build
+from eyas.drafter.autograd import Autograd
 from eyas.drafter.batch import pack
 from eyas.drafter.decode import decode
 from eyas.drafter.gradients import Gradients, product_dtype, row_multiple
 from eyas.drafter.loss import Teacher
-from eyas.drafter.network import Drafter
 from eyas.engines.hf import HFEngine
 from eyas.recipe import Resolved
 from eyas.stores.states import RowStates
@@ -77,7 +78,7 @@ def _training(resolved: Resolved) -> Callable[[], object]:
     device, dtype = resolved.device, product_dtype(resolved.device, resolved.dtype)
     width, layers = target.hidden, len(resolved.aux_layers)
     vocab = min(options.draft_vocab, target.vocab)
-    drafter = Drafter(warm.contract(resolved, TRAIN_ROW_TOKENS)).to(device)
+    drafter = build(warm.contract(resolved, TRAIN_ROW_TOKENS)).to(device)
     ids = torch.arange(TRAIN_ROW_TOKENS, dtype=torch.int32) % vocab
     rows = [
         RowStates(
@@ -94,7 +95,8 @@ def _training(resolved: Resolved) -> Callable[[], object]:
         torch.arange(target.vocab, device=device),
         torch.randn(target.vocab, width, device=device).to(dtype),
     )
-    gradients = Gradients(drafter, teacher, dtype, options.ttt_steps, options.ttt_decay, options.loss)
+    way = Autograd if drafter.contract.latent else Gradients
+    gradients = way(drafter, teacher, dtype, options.ttt_steps, options.ttt_decay, options.loss)
     work = lambda: float(gradients.add(batch, batch.pairs).total)  # noqa: E731
     work()  # a small batch is captured when its shape comes again, and replayed from then on
     return work

@@ -47,9 +47,11 @@ def run(resolved: Resolved, rundir: RunDir, prompts: list[Any]) -> dict[str, Any
         rates = {name: getattr(facts.rates, name) if facts else None for name in RATES}
     seconds = _seconds(resolved, counts, rates)
     memory = _memory(resolved, counts)
+    training = "not counted (latent attention)"
+    if memory["train"] is not None:
+        training = f"{size(memory['train'])} (weights and optimizer {size(memory['train_weights'])})"
     say(
-        f"  memory: target {size(memory['target'])}, training {size(memory['train'])} (weights and optimizer "
-        f"{size(memory['train_weights'])}); {size(memory['available'])} available here"
+        f"  memory: target {size(memory['target'])}, training {training}; {size(memory['available'])} available here"
     )
     _print_seconds(seconds, "just measured" if here else "that the recipe gives")
     if here and resolved.recipe.engine.name != "hf":
@@ -164,7 +166,7 @@ def _measured(resolved: Resolved, counts: dict[str, int]) -> dict[str, float | N
     return measure.rates(resolved, min(counts["prompt_tokens_each"], MEASURED_PROMPT))
 
 
-def _memory(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:
+def _memory(resolved: Resolved, counts: dict[str, int]) -> dict[str, Any]:
     """Peak by stage: the target's weights, and training as drafter/memory.py counts it. Where the target is not here, training is
     counted as on a GPU in bfloat16."""
     from eyas.drafter import gradients, memory
@@ -183,8 +185,8 @@ def _memory(resolved: Resolved, counts: dict[str, int]) -> dict[str, int]:
     )
     return {
         "target": resolved.weight_bytes or (facts.weight_bytes if facts else 0),
-        "train": found.peak,
-        "train_weights": found.weights,
+        "train": found and found.peak,
+        "train_weights": found and found.weights,
         "available": _available(device),
     }
 

@@ -74,7 +74,7 @@ def _launch(
     serving = Serving(
         model=resolved.target.folder.resolve(), names=(resolved.recipe.name, nonce), host=HOST,
         port=port or launch.free_port(HOST), dtype=resolved.dtype, context=resolved.target.context, drafter=drafter, k=k,
-        args=tuple(options.args), env=dict(options.env), contained=containers.runtime(options.command) is not None,
+        remote_code=resolved.recipe.target.trust_remote_code, args=tuple(options.args), env=dict(options.env), contained=containers.runtime(options.command) is not None,
         keep=Keep(keep.resolve(), (*resolved.aux_layers, resolved.target.layers), resolved.aux_dtype, connector) if keep else None,
     )  # fmt: skip
     env = vllm.environment(engine, serving)

@@ -16,6 +16,7 @@ from torch import Tensor
 from eyas import warm
 from eyas.contract import Contract
 from eyas.drafter import disk, opening, probe, replay
+from eyas.drafter.architectures import build
 from eyas.drafter.facts import Facts
 from eyas.drafter.network import Drafter
 from eyas.drafter.opening import Held
@@ -88,7 +89,7 @@ def refuse_nothing_left(left_out: list[str], kept: int) -> None:
 def child(start: Parent, c: Contract, kept_W: Tensor, head_WD: Tensor) -> tuple[Drafter, int]:
     """The drafter that training starts with, and how many rows of its head are the parent's: all weights, and the head row by row by the
     token that it stands for. Rows of tokens that the parent could not draft start as the target's, head_WD."""
-    made, parent = Drafter(c), start.held.drafter
+    made, parent = build(c), start.held.drafter
     own, theirs = made.state_dict(), parent.state_dict()
     draft_id_V = torch.full((c.vocab,), -1)
     draft_id_V[parent.kept_W] = torch.arange(len(parent.kept_W))

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from eyas import interrupt, warm
+from eyas.drafter.architectures import build
 from eyas.drafter.batch import Batch, pack
 from eyas.drafter.gradients import BATCH_TOKENS, product_dtype, row_multiple
 from eyas.drafter.loss import Teacher
-from eyas.drafter.memory import of_training
-from eyas.drafter.network import Drafter
+from eyas.drafter.memory import Memory, of_training
 from eyas.errors import SurroundingsError
 from eyas.feed import DEPTH, Later, ahead
 from eyas.progress import Progress, say
@@ -150,7 +150,7 @@ class Trainer:
             same = torch.equal(vocab.kept_W, start.held.drafter.kept_W)
             self.changed = parent.changes(start, self.contract, None if same else (kept, len(vocab.kept_W)))
         else:
-            self.drafter = Drafter(self.contract)
+            self.drafter = build(self.contract)
             self.drafter.reset(
                 self.options.seed, vocab.kept_W, self.teacher.head_WD.cpu(), self.teacher.norm_D.cpu()
             )
@@ -190,16 +190,21 @@ class Trainer:
             self.updates.gradients.add(self._pack(largest), 1)
             self.updates.gradients.refresh()
         except torch.OutOfMemoryError as e:
-            tokens = sum(self.lengths[i] for i in largest)
+            tokens, peak = sum(self.lengths[i] for i in largest), self._memory(largest)
             raise SurroundingsError(
-                f"train: the largest batch, {len(largest)} rows of {tokens:,} tokens, needs some {self._peak(largest) / 1e9:.1f} GB, and the "
-                f"GPU does not have them. Set train.micro_tokens below {tokens} (batches have at most {self.micro:,} now), or free the GPU."
+                f"train: the largest batch, {len(largest)} rows of {tokens:,} tokens, does not fit into the GPU's memory"
+                f"{f' (it needs some {peak.peak / 1e9:.1f} GB)' if peak else ''}. Set train.micro_tokens below {tokens} (batches have at most {self.micro:,} now), or free the GPU."
             ) from e
 
-    def _peak(self, group: list[int]) -> int:
+    def _memory(self, group: list[int]) -> Memory | None:
         keys, live = sum(self.lengths[i] for i in group), sum(self.pairs[i] for i in group)
         size = self.updates.gradients.dtype.itemsize
-        return of_training(self.contract, keys, live, self.options.ttt_steps, DEPTH + 2, size).peak
+        return of_training(self.contract, keys, live, self.options.ttt_steps, DEPTH + 2, size)
+
+    def _peak(self, group: list[int]) -> int:
+        """Bytes; or, where nobody counted them, what attention grows with."""
+        found = self._memory(group)
+        return found.peak if found else sum(self.lengths[i] * self.pairs[i] for i in group)
 
     def train(self) -> None:
         """All epochs from where train/state stands; nothing to do when it stands at the end."""
@@ -369,7 +374,7 @@ class Trainer:
             records.replace_folder(folder / "best", self.drafter, kept, self.trained_on)
 
     def _evaluate(self) -> dict[str, Any]:
-        rounded = Drafter(self.contract)
+        rounded = build(self.contract)
         rounded.load_state_dict(self.drafter.state_dict())
         rounded.to(getattr(torch, self.contract.dtype)).float().to(self.device).eval()
         return evaluation.evaluate(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eyas.drafter.autograd import Autograd
 from eyas.drafter.batch import Batch
 from eyas.drafter.gradients import Gradients
 from eyas.drafter.loss import Teacher
@@ -48,7 +49,8 @@ class Updates:
         self, drafter: Drafter, teacher: Teacher, dtype: torch.dtype, ttt: TTT, optimizer: str = "adamw"
     ) -> None:
         self.drafter, self.ttt, self.group = drafter, ttt, group.current()
-        self.gradients = Gradients(drafter, teacher, dtype, ttt.steps, ttt.decay, ttt.kind)
+        way = Autograd if drafter.contract.latent else Gradients
+        self.gradients = way(drafter, teacher, dtype, ttt.steps, ttt.decay, ttt.kind)
         self.optimizer = Optimizer(drafter, optimizer)
         device = drafter.fc.weight.device
         self.usual, self.counted = torch.zeros((), device=device), torch.zeros((), device=device)
