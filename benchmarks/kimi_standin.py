@@ -51,7 +51,7 @@ ADD = {
 }  # fmt: skip
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=16)
-    a = parser.parse_args()
+    a = parser.parse_args(words)
     if not a.random and a.text is None:
         parser.error("--text RUN to train on, or --random")
     a.folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def write_tokenizer(folder: Path, chats: list[dict[str, Any]], vocab: int) -> An
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    sys.path.insert(0, str(HERE / "kimi_standin"))
+    sys.path.insert(0, str(HERE / "kimi_files"))
     from tokenization_standin import _characters
 
     texts = [f"{m['content']} {m.get('reasoning_content', '')}" for c in chats for m in c["messages"]]
@@ -160,7 +160,7 @@ def write_tokenizer(folder: Path, chats: list[dict[str, Any]], vocab: int) -> An
     tokens = [bytes(bytes_of[c] for c in t) for t, _ in ranked]
     lines = [f"{base64.b64encode(t).decode()} {n}" for n, t in enumerate(tokens)]
     (folder / "tiktoken.model").write_text("\n".join(lines) + "\n", encoding="ascii")
-    shutil.copy(HERE / "kimi_standin" / "tokenization_standin.py", folder)
+    shutil.copy(HERE / "kimi_files" / "tokenization_standin.py", folder)
     shutil.copy(TEMPLATE, folder / "chat_template.jinja")
     first = len(tokens)
     names = [*SPECIAL, *(f"<|reserved_{i}|>" for i in range(RESERVED - len(SPECIAL)))]
@@ -213,10 +213,15 @@ def build(a: argparse.Namespace, tokenizer: Any) -> Any:
 
 
 def sharpen(model: Any) -> None:
+    """Random weights under which greedy answers are stable and layers can be told apart."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() > 1:
                 p.copy_(torch.randn_like(p) * (0.9 if "lm_head" in name else 0.15))
+                if "language_model" in name and name.endswith(
+                    ("o_proj.weight", "down_proj.weight", "experts.down_proj")
+                ):
+                    p.mul_(1.4 ** int(name.partition("layers.")[2].partition(".")[0]))
             else:
                 p.copy_(1 + 0.1 * torch.randn_like(p))
 
@@ -289,7 +294,7 @@ def save(folder: Path, model: Any, tokenizer: Any) -> None:
         "ep_size": 1, "moe_layer_freq": 1,
     }  # fmt: skip
     path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    shutil.copy(HERE / "kimi_standin" / "image_processing_standin.py", folder)
+    shutil.copy(HERE / "kimi_files" / "image_processing_standin.py", folder)
     images = {
         "auto_map": {"AutoImageProcessor": "image_processing_standin.StandinImageProcessor"},
         "media_proc_cfg": IMAGES,

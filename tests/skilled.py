@@ -8,9 +8,9 @@ import torch
 from eyas import target as targets
 from eyas.contract import Norms, for_target
 from eyas.drafter import disk, probe
+from eyas.drafter.architectures import build
 from eyas.drafter.batch import pack
 from eyas.drafter.loss import Teacher, ttt_loss
-from eyas.drafter.network import Drafter
 from eyas.engines import reading
 from eyas.engines.hf import HFEngine
 from eyas.train import schedule
@@ -29,7 +29,7 @@ def answers(target_folder, count=24, tokens=24, layers=None):
     """The target, and conversations of it with the states of all layers that a probe can ask for."""
     t = targets.load(target_folder)
     wanted = tuple(layers or sorted({i + s for i in AUX for s in (-1, 0, 1)}))
-    engine = HFEngine(t, "float32", "cpu", wanted)
+    engine = HFEngine(t, "float32", "cpu", wanted, remote_code=True)
     g = torch.Generator().manual_seed(2)
     prompts = [
         (f"{i:016x}", torch.randint(4, t.vocab, (30 + i,), generator=g).tolist()) for i in range(count)
@@ -46,7 +46,7 @@ def drafter(target, rows, norms=None, ids=None, vocab=200, **shape):
     counts = torch.bincount(torch.cat([r.ids_T.long() for r in mine]), minlength=target.vocab)
     counts[list(target.stop_ids)] += 10**6
     kept = counts.argsort(descending=True, stable=True)[:vocab].sort().values
-    made = Drafter(c)
+    made = build(c)
     made.reset(0, kept, target.head_VD()[kept], target.final_norm_D())
     with torch.no_grad():  # as training leaves it on a large target: the normed state is not the state
         made.hidden_norm.weight.mul_(torch.linspace(0.5, 3, target.hidden))

@@ -22,7 +22,7 @@ LAYERS = [
     {"drafter"},
     {"engines"},
     {"schema"},
-    {"recipe", "rundir", "profiles", "warm"},
+    {"recipe", "rundir", "profiles", "warm", "commandline"},
     {"servers"},
     {"fetch", *STAGES},
     {"pipeline", "convert"},
@@ -81,7 +81,7 @@ FROZEN = {
     "ps": ["--json"],
     "stop": ["name", "--json"],
     "engine": {"setup": ["name", "--python", "--json"]},
-    "init": ["--target", "--name", "--out", "--json"],
+    "init": ["--target", "--from-command", "--name", "--out", "--json"],
     "recipe": {"show": COMMON},
 }
 

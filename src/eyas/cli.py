@@ -320,21 +320,38 @@ def clean(recipe: str, folder: str | None, yes: bool, as_json: bool) -> None:
 
 
 @eyas.command()
-@click.option("--target", required=True, metavar="DIR", help="The target's model folder.")
+@click.option("--target", metavar="DIR", help="The target's model folder.")
+@click.option(
+    "--from-command",
+    metavar="WORDS",
+    help="How it is served now: a vLLM command line, or a systemd unit's file; the engine section is made of it.",
+)
 @click.option(
     "--name", metavar="NAME", help="Name of the recipe and its run folder (default: the folder's name)."
 )
 @click.option("--out", metavar="FILE", help="Where to write it (default: NAME.yaml).")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-def init(target: str, name: str | None, out: str | None, as_json: bool) -> None:
+def init(
+    target: str | None, from_command: str | None, name: str | None, out: str | None, as_json: bool
+) -> None:
     """A commented recipe for a target and this machine."""
+    from eyas import commandline, upkeep
     from eyas import target as targets
-    from eyas import upkeep
 
-    facts = targets.load(target)
+    served = commandline.read(from_command) if from_command else None
+    for note in served.notes if served else ():
+        click.echo(f"note: {note}", err=True)
+    folder = target or (served.model if served else None)
+    if folder is None:
+        raise click.UsageError("give --target DIR, or --from-command with a model in it")
+    if not target and not Path(folder).is_dir():
+        raise click.UsageError(
+            f"the command serves {folder}, which is no folder here: give the folder of its files too, --target DIR"
+        )
+    facts = targets.load(folder)
     chosen = name or facts.folder.resolve().name
     path = Path(out or f"{chosen}.yaml")
-    upkeep.write_recipe(facts, chosen, path)
+    upkeep.write_recipe(facts, chosen, path, served)
     emit({"file": str(path)}, as_json)
     if not as_json:
         click.echo(f"{path}: look it through, then: eyas run {path} --until plan")

@@ -25,6 +25,9 @@ class RatesSection(Section):
     pass_tokens_per_s: float | None = key(None, "reading stored ids in extract", "tokens/s", gt=0)
     supervised_tokens_per_s: float | None = key(None, "training at the recipe's TTT steps", "tokens/s", gt=0)
     bench_tokens_per_s: float | None = key(None, "one request, without the drafter", "tokens/s", gt=0)
+    cost_ratios: dict[int, Annotated[float, Field(gt=0)]] = key(
+        {}, "time of a step that drafts k over a plain step, by k, at the load that counts"
+    )
 
 
 class FactsSection(Section):
@@ -43,6 +46,11 @@ class FactsSection(Section):
     prompt_tokens: int = key(0, "of these, tokens of the prompt", "tokens", ge=0)
     model_type: str = key("unknown", "as in config.json")
     max_position_embeddings: int = key(131072, "context", "tokens", gt=0)
+    kv_lora_rank: int | None = key(None, "of latent attention, where the target has it", gt=0)
+    q_lora_rank: int | None = key(None, "of latent attention", gt=0)
+    qk_nope_head_dim: int | None = key(None, "of latent attention", gt=0)
+    qk_rope_head_dim: int | None = key(None, "of latent attention", gt=0)
+    v_head_dim: int | None = key(None, "of latent attention", gt=0)
     rates: RatesSection = RatesSection()
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from eyas import pipeline, recipe
+from eyas.commandline import Served
 from eyas.errors import UsageError
 from eyas.progress import duration, size
 from eyas.recipe import Resolved
@@ -112,8 +113,8 @@ def show_removable(things: list[Removable]) -> list[str]:
     return [f"{size(t.bytes):>8}  {t.what} ({t.cost})" for t in things]
 
 
-def new_recipe(target: Target, name: str) -> str:
-    """A commented recipe for this target and machine: every key with its default, unit and reason."""
+def new_recipe(target: Target, name: str, served: Served | None = None) -> str:
+    """A commented recipe for this target and machine: every key with its default, unit and reason; served: how the target is served now."""
     from eyas.engines import hf
 
     device = hf.choose_device()
@@ -126,6 +127,7 @@ def new_recipe(target: Target, name: str) -> str:
         "# Every key stands here with its default; delete what you do not change. First: eyas run THIS_FILE --until plan",
         f"name: {name}",
     ]
+    stated = _as_served(served) if served else {}
     section = ""
     units = recipe.units()
     for key, field in _sections_last(recipe.fields(recipe.Recipe)):
@@ -136,11 +138,19 @@ def new_recipe(target: Target, name: str) -> str:
             depth = parent.count(".")
             lines.append(f"{'  ' * depth}{parent.rpartition('.')[2]}:")
             section = parent
-        value = str(target.folder) if key == "target.model" else _default(field)
+        value = stated.get(key, _default(field))
+        value = str(target.folder) if key == "target.model" else value
         unit = f" ({units[key]})" if units.get(key) else ""
         shown = yaml.safe_dump(value, default_flow_style=True, width=1000).strip().removesuffix("\n...")
         lines.append(f"{'  ' * (key.count('.'))}{last}: {shown}  # {field.description}{unit}")
     return "\n".join(lines) + "\n"
+
+
+def _as_served(served: Served) -> dict[str, Any]:
+    return {
+        "engine.name": "vllm", "engine.python": served.python, "engine.args": served.args, "engine.env": served.env,
+        "target.dtype": served.dtype, "target.trust_remote_code": served.remote_code,
+    }  # fmt: skip
 
 
 def _sections_last(fields: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -160,10 +170,10 @@ def _default(field: Any) -> Any:
     )
 
 
-def write_recipe(target: Target, name: str, out: Path) -> None:
+def write_recipe(target: Target, name: str, out: Path, served: Served | None = None) -> None:
     """Raises UsageError when the file is there already."""
     if out.exists():
         raise UsageError(f"{out} is there already; name another with --out, or remove it.")
-    text = new_recipe(target, name)
+    text = new_recipe(target, name, served)
     out.write_text(text, encoding="utf-8")
     recipe.read(out)  # what we wrote must be valid

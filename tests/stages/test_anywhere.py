@@ -121,11 +121,16 @@ def edit(config=None, tensors=None):
     return change
 
 
-def rebuilt(tensors):
-    kept = torch.arange(60, 60 + len(tensors["d2t"]))
-    tensors["d2t"] = kept - torch.arange(len(kept))
-    tensors["t2d"] = torch.zeros_like(tensors["t2d"]).index_fill_(0, kept, True)
-    tensors["d2t"][0], tensors["t2d"][60], tensors["t2d"][3] = 3, False, True  # the stop id is kept
+def rebuilt(*stops):
+    """Another vocabulary, in which the ends of a turn are kept."""
+
+    def change(tensors):
+        others = torch.arange(60, 60 + len(tensors["d2t"]) - len(stops))
+        kept = torch.cat([torch.tensor(stops), others]).sort().values
+        tensors["d2t"] = kept - torch.arange(len(kept))
+        tensors["t2d"] = torch.zeros_like(tensors["t2d"]).index_fill_(0, kept, True)
+
+    return change
 
 
 PLANTED = {
@@ -136,7 +141,7 @@ PLANTED = {
     "norm flag flipped": (
         edit(lambda c: c.update(norm_before_residual=True)), ContractError, "trained with the normed state as residual: no",
     ),
-    "map rebuilt under an old head": (edit(None, rebuilt), ContractError, "the vocabulary map is not the one"),
+    "map rebuilt under an old head": (edit(None, rebuilt(3)), ContractError, "the vocabulary map is not the one"),
     "layers one later": (
         edit(lambda c: c.update({IDS: [3, 5, 6], "eagle_config": None})), ContractError, "trained with layers one earlier",
     ),

@@ -62,7 +62,14 @@ def run(resolved: Resolved, rundir: RunDir, prompts: list[Any]) -> dict[str, Any
         _print_savings(resolved, counts, seconds["extract"])
     if not here and sum(disk.values()) * DISK_MARGIN > free:
         say(f"  here it would not fit: {_what_fits(resolved, counts, disk, free)}")
-    body = {"tokens": counts, "disk_bytes": disk, "memory_bytes": memory, "seconds": seconds, "rates": rates}
+    body: dict[str, Any] = {
+        "tokens": counts,
+        "disk_bytes": disk,
+        "memory_bytes": memory,
+        "seconds": seconds,
+        "rates": rates,
+    }
+    body |= {"break_even": _break_even(resolved)}
     return rundir.finish(
         "plan", {"content": None, "state_bytes_per_token": resolved.token_bytes - states.ID_BYTES, **body}
     )
@@ -241,6 +248,21 @@ def _print_savings(resolved: Resolved, counts: dict[str, int], extract_s: float 
     saved = f" and the {duration(extract_s)} of extract" if extract_s else ""
     if not resolved.fp8:
         say(f"  with extract.dtype fp8 the states would take {size(_state_bytes(resolved, counts, 'fp8'))}")
-    say(
-        f"  with engine.name vllm they are kept while generating (one pass), which saves the second reading of every token{saved}"
-    )
+    if resolved.recipe.engine.name == "hf":
+        kept = "with engine.name vllm they are kept while generating (one pass), which saves"
+    else:
+        kept = "where eyas starts the server itself they are kept while it generates (one pass), which saves"
+    say(f"  {kept} the second reading of every token{saved}")
+
+
+def _break_even(resolved: Resolved) -> list[dict[str, float]]:
+    """What acceptance pays, by the recipe's own cost ratios; `eyas plan --profile` measures them."""
+    facts = resolved.recipe.target.facts
+    out = []
+    for k, cost in sorted((facts.rates.cost_ratios if facts else {}).items()):
+        out.append({"k": k, "tau": cost, "accepted": (cost - 1) / k})
+        say(
+            f"  drafting {k} costs {cost:.2f} plain steps, as the recipe says: {cost:.2f} tokens a step break even, {(cost - 1) / k:.0%} of the "
+            f"drafts accepted; 1.05x needs {1.05 * cost:.2f}"
+        )
+    return out
