@@ -174,6 +174,7 @@ def write_tokenizer(folder: Path, chats: list[dict[str, Any]], vocab: int) -> An
     config = {
         "tokenizer_class": "StandinTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_standin.StandinTokenizer", None]},
         "added_tokens_decoder": added, "bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]",
+        "additional_special_tokens": [n for n in names if n not in ("<think>", "</think>", "[BOS]", "[EOS]", "[PAD]")],
         "model_max_length": 16384, "clean_up_tokenization_spaces": False,
     }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

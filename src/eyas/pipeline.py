@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from eyas import __version__, interrupt, profiles, recipe, target, warm
+from eyas.drafter.dialects import LATENT_KEYS
 from eyas.errors import RecipeError, SurroundingsError, UsageError
 from eyas.progress import duration, say
 from eyas.recipe import Recipe, Resolved, Value
@@ -116,10 +117,11 @@ def resolve(read: Recipe, values: dict[str, Value]) -> Resolved:
 def _refuse_architecture(read: Recipe, facts: target.Target) -> None:
     if read.train.architecture != "mla":
         return
-    if not facts.latent:
+    lacking = [n for n in LATENT_KEYS[1:] if not isinstance(facts.config.get(n), int)]
+    if lacking:
         raise RecipeError(
-            f'"train.architecture" is mla, and {facts.folder} has no latent attention whose widths it could take (no kv_lora_rank in '
-            "config.json). Leave the key out."
+            f'"train.architecture" is mla, and {facts.folder} has no latent attention whose widths it could take (its config does not '
+            f"state {', '.join(lacking)}). Leave the key out."
         )
     if read.train.norms.qk:
         raise RecipeError(

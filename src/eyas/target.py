@@ -92,7 +92,11 @@ class Target:
     def cache_bytes(self, value_bytes: int) -> int:
         """Keys and values of one token in all layers; with latent attention what they are made of."""
         if self.latent:
-            return self.layers * (self.config["kv_lora_rank"] + self.config["qk_rope_head_dim"]) * value_bytes
+            return (
+                self.layers
+                * (self.config["kv_lora_rank"] + (self.config.get("qk_rope_head_dim") or 0))
+                * value_bytes
+            )
         return 2 * self.layers * self.kv_heads * self.head_dim * value_bytes
 
     def default_aux_layers(self) -> Decision:

@@ -17,6 +17,7 @@ from eyas import pipeline
 from eyas.cli import eyas
 from eyas.errors import SurroundingsError, UsageError
 from eyas.servers import host, launch, records, serve
+from tests.kimi import standin
 from tests.servers.conftest import taken_port, wait_for
 
 VLLM = ("engine.name=vllm",)
@@ -219,3 +220,23 @@ def test_a_full_disk_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
     with pytest.raises(SurroundingsError, match=r"1 kB free.*needs 67.1 MB"):
         host.refuse_full_disks(tmp_path / "servers" / "x.log")
+
+
+def test_the_recipe_of_kimi_serves_as_the_story_did(fake_vllm, tmp_path):
+    model = standin(tmp_path / "kimi", "--layers", "8", "--experts", "4", "--hidden", "64")
+    sets = [f"target.model={model}", f"engine.python={fake_vllm}"]
+    done = CliRunner().invoke(
+        eyas,
+        ["serve", "kimi-k2.5", "--baseline", "--dry-run", "--json", "--run", str(tmp_path / "run")]
+        + [word for s in sets for word in ("--set", s)],
+    )
+    assert done.exit_code == 0, done.output
+    words = json.loads(done.stdout)["command"]
+    assert "--trust-remote-code" in words
+    for pair in (
+        ("--tensor-parallel-size", "8"), ("--reasoning-parser", "kimi_k2"), ("--tool-call-parser", "kimi_k2"),
+        ("--gpu-memory-utilization", "0.92"), ("--dtype", "bfloat16"),
+    ):  # fmt: skip
+        assert words[words.index(pair[0]) + 1] == pair[1]
+    lengths = [b for a, b in zip(words, words[1:], strict=False) if a == "--max-model-len"]
+    assert lengths[-1] == "32768"  # the recipe's own word comes last

@@ -113,3 +113,30 @@ def test_norms_of_queries_and_keys_are_none_of_latent_attention(kimi, prompt_fil
     path = recipe(tmp_path / "r.yaml", kimi, prompt_file, architecture="mla", norms={"qk": True})
     with pytest.raises(RecipeError, match="no norms of queries and keys"):
         pipeline.open_run(str(path), (), str(tmp_path / "run"))
+
+
+def test_the_real_one_is_planned_from_its_sizes_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    made = pipeline.run("kimi-k2.5", (), str(tmp_path / "run"), last="plan")["plan"]
+    assert made["state_bytes_per_token"] == 4 * 7168 * 2
+    assert made["disk_bytes"]["states"] == pytest.approx(828e9, rel=0.01)
+    hours = {name: s / 3600 for name, s in made["seconds"].items() if s}
+    assert hours["generate"] == pytest.approx(5.3, abs=0.1) and hours["extract"] == pytest.approx(
+        1.27, abs=0.05
+    )
+    assert made["break_even"] == [{"k": 3, "tau": 1.98, "accepted": pytest.approx(0.327, abs=1e-3)}]
+    said = capsys.readouterr()
+    assert "1.98 tokens a step break even, 33% of the drafts accepted" in said.out + said.err
+    latent = pipeline.run("kimi-k2.5", ("train.architecture=mla",), str(tmp_path / "latent"), last="plan")[
+        "plan"
+    ]
+    assert latent["memory_bytes"]["train"] is None
+    assert latent["disk_bytes"]["drafters"] < made["disk_bytes"]["drafters"]
+
+
+def test_widths_that_are_not_stated_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="does not state v_head_dim"):
+        pipeline.open_run(
+            "kimi-k2.5", ("train.architecture=mla", "target.facts.v_head_dim=null"), str(tmp_path / "run")
+        )

@@ -54,7 +54,9 @@ def test_converted_probed_and_gated_without_loss(deep, parent, tmp_path):
     recipe, run, target = deep
     convert(parent, tmp_path / "parent", "sglang", None, target)
     nested = json.loads((tmp_path / "parent" / "config.json").read_text())["eagle_config"]
-    assert next(iter(nested.values())) == skilled.AUX  # DeepSeek's class in SGLang takes our numbers as they are
+    assert (
+        next(iter(nested.values())) == skilled.AUX
+    )  # DeepSeek's class in SGLang takes our numbers as they are
     folder = shutil.copytree(run, tmp_path / "run")
     RunDir(folder).clear("train")
     made = pipeline.run(

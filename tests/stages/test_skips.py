@@ -177,6 +177,7 @@ def test_a_batch_that_does_not_fit_is_refused_before_training_begins(trainer, mo
 
     monkeypatch.setattr(Gradients, "add", full)
     with pytest.raises(
-        SurroundingsError, match=r"rows of [\d,]+ tokens, needs .*Set train.micro_tokens below"
+        SurroundingsError,
+        match=r"rows of [\d,]+ tokens, does not fit .*needs some .*Set train.micro_tokens below",
     ):
         trainer.try_largest()

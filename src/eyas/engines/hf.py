@@ -283,10 +283,10 @@ def _load(target: Target, dtype: str, device: str, remote_code: bool) -> Any:
     where = {"trust_remote_code": remote_code, "local_files_only": True}
     try:
         config = AutoConfig.from_pretrained(target.folder, **where)
-        seeing = (
-            type(config) in AutoModelForImageTextToText._model_mapping
-        )  # its language model is asked alone
-        kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        known = [
+            a for a in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in a._model_mapping
+        ]
+        kind = (known or [AutoModelForCausalLM])[0]  # of a model that sees, the language model is asked alone
         model: Any = kind.from_pretrained(target.folder, dtype=getattr(torch, dtype), **where)
     except (ValueError, KeyError, ImportError, OSError) as e:
         raise UsageError(

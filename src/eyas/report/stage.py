@@ -50,7 +50,7 @@ def run(resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
             "speed": Markup(draw(verdict["cells"], min_speedup)),
             "acceptance": Markup(_acceptance(metrics)),
             "loss": Markup(charts.losses(_lines(rundir / "train" / "steps.jsonl"))),
-            "contexts": Markup(charts.contexts(by_context, trained)) if by_context else "",
+            "contexts": Markup(charts.contexts(by_context, trained)) if len(by_context) > 1 else "",
             "tau": Markup(charts.taus(_lines(rundir / "train" / "evals.jsonl"))),
         },
         checks=_checks(made),

@@ -41,7 +41,7 @@ def reasons(rows: Sequence[dict[str, Any]], served: Served) -> list[str]:
     if len(measured) > 1:
         by = ", ".join(f"{r['S']['value']:.2f}x {span(r)}" for r in measured)
         out.append(f"by tokens of context: {by}")
-        if (stop := _stops(measured, lambda r: r["S"]["value"])) is not None:
+        if (stop := _stops(measured)) is not None:
             s, before = measured[stop]["S"], "it pays below that" if stop else "it pays nowhere"
             out.append(
                 f"speculation stops paying at {measured[stop]['from']:,} tokens of context "
@@ -70,10 +70,10 @@ def span(row: dict[str, Any]) -> str:
     return f"from {row['from']:,} to {row['below']:,}"
 
 
-def _stops(rows: Sequence[dict[str, Any]], speed: Any) -> int | None:
+def _stops(rows: Sequence[dict[str, Any]]) -> int | None:
     """The first of the rows from which on none is above 1."""
     stop = len(rows)
-    while stop and speed(rows[stop - 1]) < 1:
+    while stop and rows[stop - 1]["S"]["value"] < 1:
         stop -= 1
     return stop if stop < len(rows) else None
 
