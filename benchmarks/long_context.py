@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def made(a: argparse.Namespace) -> Path:
-    """FOLDER/recipe.yaml with its prompts: RUN's recipe, changed as --set says."""
+    """FOLDER/recipe.yaml with its prompts: RUN's target and sampling, all else as --set says."""
     resolved, rundir, _ = pipeline.open_run(str(a.run), (), str(a.run))
     a.out.mkdir(parents=True, exist_ok=True)
     most = max(a.lengths) - resolved.recipe.generate.max_tokens - ROOM
@@ -72,10 +72,12 @@ def made(a: argparse.Namespace) -> Path:
     if not prompts.is_file():
         lines = long_prompts(rundir, a.prompts, most)
         prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    body = yaml.safe_load((rundir / "recipe.yaml").read_text(encoding="utf-8"))
-    body |= {
+    whole = yaml.safe_load((rundir / "recipe.yaml").read_text(encoding="utf-8"))
+    body = {
         "name": "long-context",
+        "target": {k: v for k, v in whole["target"].items() if k in ("model", "dtype", "trust_remote_code")},
         "prompts": {"sources": [{"path": str(prompts.resolve())}], "held_out": 0.15},
+        "generate": whole["generate"],
     }
     for change in a.changes:
         key, _, value = change.partition("=")
