@@ -6,8 +6,9 @@ from eyas.bench import measure
 from eyas.bench.measure import Request
 from eyas.causes import why_apart
 from eyas.drafter.replay import Interval
+from eyas.report import charts
 from eyas.schema import VerdictSection
-from eyas.verdict.contexts import Served
+from eyas.verdict.contexts import Served, by_context
 from eyas.verdict.stage import decide
 
 
@@ -274,3 +275,13 @@ def test_prompts_fall_in_the_range_of_the_middle_of_their_answer():
     found = measure.cells(rows, 0.95)[0]["contexts"]
     assert [(c["from"], c["below"], c["prompts"]) for c in found] == [(0, 256, 5), (256, 512, 5)]
     assert [c["S"]["value"] for c in found] == pytest.approx([0.5, 0.5])
+
+
+def test_the_curve_over_contexts_shows_what_breaks_even_and_how_far_training_went():
+    rows = by_context(
+        {"k": 3, "contexts": ranges((0, 1.3, 1.2, 1.56), (256, 0.9, 1.3, 1.2))},
+        replayed((0, 1.6), (256, 1.3), (512, 1.2)),
+    )
+    drawn = charts.contexts(rows, 300)
+    assert all(text in drawn for text in ("breaks even", "replayed", "measured", "trained to 300", "512 to"))
+    assert "trained to" not in charts.contexts(rows[:2], 300)
