@@ -71,11 +71,11 @@ def asked(sets: list[Path], limit: int, tokenizer: Any) -> dict[str, list[Ask]]:
     """The first turns of each set's first prompts, rendered."""
     out: dict[str, list[Ask]] = {}
     for path in sets:
-        section = PromptsSection.model_validate({"sources": [{"path": str(path), "limit": limit}]})
-        for p in prompt_files.read(section).prompts:
+        section = PromptsSection.model_validate({"sources": [{"path": str(path)}], "held_out": 0.5})
+        for p in prompt_files.read(section).prompts[:limit]:
             text = [{"role": "user", "content": p.turns[0]}]
             ids = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=True)
-            out.setdefault(path.stem, []).append(Ask(p.id, path.stem, ids["input_ids"], None))
+            out.setdefault(path.stem, []).append(Ask(p.prompt_id, path.stem, ids["input_ids"], None))
     return out
 
 
