@@ -43,6 +43,23 @@ def test_a_unit_with_its_environment(tmp_path):
     assert any("API_KEY" in n for n in found.notes) and any("/etc/kimi is not read" in n for n in found.notes)
 
 
+def test_what_is_the_shells_is_no_argument(tmp_path):
+    path = tmp_path / "serve.sh"
+    path.write_text(
+        "#!/bin/sh\n# it serves\nset -e\nnohup vllm serve m#1 \\\n  --max-model-len $LENGTH --seed 3 > log 2>&1 &\n"
+    )
+    found = commandline.read(str(path))
+    assert found.model == "m#1" and found.args == ["--max-model-len", "$LENGTH", "--seed", "3"]
+    said = "\n".join(found.notes)
+    assert (
+        "'set -e' is not read" in said
+        and "> log 2>&1 & is the shell's" in said
+        and "$LENGTH is not expanded" in said
+    )
+    with pytest.raises(UsageError, match="2 lines name vllm"):
+        commandline.read("vllm serve a\nvllm serve b")
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [

@@ -15,6 +15,7 @@ from eyas.schema import OURS
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 DROPPED = OURS | {"--api-key": "a key is never written to a file"}
 FLAGS = {"--disable-log-stats"}  # dropped, and without a value
+SHELL = re.compile(r"^(\d*[<>].*|&|&&|;|\||\|\|)$")
 DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32", "float": "float32"}
 ASSIGNED = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*)=(.*)$", re.DOTALL)
 
@@ -38,7 +39,7 @@ def read(said: str) -> Served:
     if "\n" not in said and len(said) < 4096 and path.is_file():
         text, env, notes = _unit(path)
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        words = shlex.split(_one_line(text, notes))
     except ValueError as e:
         raise UsageError(f"--from-command: {e}: {text[:200]}") from e
     while words and (words[0] in ("env", "exec", "nohup", "sudo") or ASSIGNED.match(words[0])):
@@ -50,8 +51,25 @@ def read(said: str) -> Served:
             "--from-command: this starts a container. Give the server's own words (vllm serve …), and put the words that start the "
             "container into engine.command of the recipe."
         )
-    python, rest = _server(words, text)
+    end = next((i for i, word in enumerate(words) if SHELL.match(word)), len(words))
+    if words[end:]:
+        notes.append(f"{' '.join(words[end:])} is the shell's, and left out")
+    notes += [f"{word} is not expanded: write what it stands for" for word in words[:end] if "$" in word]
+    python, rest = _server(words[:end], text)
     return _arguments(python, rest, _kept(env, notes), notes)
+
+
+def _one_line(text: str, notes: list[str]) -> str:
+    """The line that serves; comments and other lines are left out, the latter with a note."""
+    lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    serving = [line for line in lines if "vllm" in line]
+    if len(serving) > 1:
+        raise UsageError(f"--from-command: {len(serving)} lines name vllm: give the one that serves")
+    if not serving:
+        return " ".join(lines)
+    notes += [f"the line {line[:60]!r} is not read" for line in lines if line is not serving[0]]
+    return serving[0]
 
 
 def _unit(path: Path) -> tuple[str, dict[str, str], list[str]]:

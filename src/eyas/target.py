@@ -182,7 +182,7 @@ class Target:
             raise UsageError(
                 f"{self.folder}: the tokenizer is code that comes with the model ({str(name).partition('.')[0]}.py), and without it "
                 "transformers makes up another one from its files, which splits texts otherwise. Read that file; then set "
-                "target.trust_remote_code: true, which lets it run, here and in the server."
+                "target.trust_remote_code: true, which lets it run, here and in the server. (A check without a recipe takes stored answers: --on.)"
             )
         try:
             tok = AutoTokenizer.from_pretrained(

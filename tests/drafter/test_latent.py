@@ -72,6 +72,17 @@ def test_attention_is_that_of_transformers(scaled):
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_another_rope_takes_another_scale_with_it():
+    """As a probe changes it: contract and angles."""
+    made = latent()
+    x = torch.randn(1, 2 * made.contract.hidden)
+    made.contract = dataclasses.replace(made.contract, rope_scaling=None)
+    made.forget_rope()
+    fresh = latent(rope_scaling=None)
+    pos = torch.tensor([7])
+    assert torch.equal(made.query(x, made.rotation(pos)), fresh.query(x, fresh.rotation(pos)))
+
+
 def test_only_yarn_with_all_dimensions_sharpens_scores():
     assert sharpened(contract(**LATENT)) == pytest.approx((0.07 * torch.tensor(8.0).log().item() + 1) ** 2)
     assert sharpened(contract(**LATENT | {"rope_scaling": None})) == 1

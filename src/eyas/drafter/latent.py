@@ -28,7 +28,6 @@ class LatentDrafter(Drafter):
         self.kv_a_proj_with_mqa = Linear(wide, a.kv_rank + a.rope, bias=False)
         self.kv_a_layernorm = RMSNorm(a.kv_rank, c.eps)
         self.kv_b_proj = Linear(a.kv_rank, c.heads * (a.nope + a.value), bias=False)
-        self.sharpened = sharpened(c)
 
     @property
     def latent(self) -> Latent:
@@ -49,7 +48,7 @@ class LatentDrafter(Drafter):
             -1, (self.contract.heads, -1)
         )
         plain, turned = heads.split([a.nope, a.rope], -1)
-        return torch.cat([plain, rope_pairs(turned, turn)], -1) * self.sharpened
+        return torch.cat([plain, rope_pairs(turned, turn)], -1) * sharpened(self.contract)
 
     def key_value(self, x_T2D: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
         a = self.latent
