@@ -133,7 +133,7 @@ def test_gradients_are_those_of_the_loss_over_all_batches(kind):
     found = [way.add(b, pairs) for b in batches]
     way.finish()
     assert sum(float(x.total) for x in found) == pytest.approx(
-        float(sum(x.total for x in losses)) / pairs, rel=1e-5
+        sum(x.total.item() for x in losses) / pairs, rel=1e-5
     )
     for mine, theirs in zip(found, losses, strict=True):
         assert mine.hits_K.tolist() == theirs.hits_K.tolist() and mine.pairs == theirs.pairs
@@ -141,6 +141,16 @@ def test_gradients_are_those_of_the_loss_over_all_batches(kind):
         torch.testing.assert_close(p.grad, wanted[name], rtol=1e-4, atol=1e-6)
     way.refresh()
     assert not any(p.grad.any() for p in made.parameters())
+    low = Autograd(
+        made,
+        teacher._replace(head_WD=teacher.head_WD.bfloat16(), embedding_VD=teacher.embedding_VD.bfloat16()),
+        torch.bfloat16, 4, 0.7, kind,
+    )  # fmt: skip
+    for b in batches:
+        low.add(b, pairs)
+    for name, p in made.named_parameters():
+        assert p.grad.dtype == torch.float32
+        assert float((p.grad - wanted[name]).norm() / wanted[name].norm()) < 0.1, name
 
 
 def test_written_and_read_again_with_every_width(tmp_path):
